@@ -1,0 +1,54 @@
+"""Every option once: the YAML groups (beside this file), the typed dataclass of each node, and the checks.
+
+Invariant: the YAML tree and the dataclasses hold the same keys with the same defaults (a test compares them).
+"""
+
+from __future__ import annotations
+
+from rlflow.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig
+from rlflow.config.base import BaseConfig, omega_conf_to_dataclass
+from rlflow.config.data import DataConfig
+from rlflow.config.model import HFModelConfig
+from rlflow.config.reward import CustomFunctionConfig, RewardConfig, RewardManagerConfig
+from rlflow.config.rollout import AgentLoopConfig, CheckpointEngineConfig, RolloutConfig, SamplingConfig
+from rlflow.config.trainer import TrainerConfig
+from rlflow.config.worker import (
+    ActorConfig,
+    CheckpointConfig,
+    EngineConfig,
+    FSDPActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    OptimizerConfig,
+    PolicyLossConfig,
+    RefConfig,
+    TrainingWorkerConfig,
+)
+
+__all__ = [
+    "ActorConfig",
+    "AgentLoopConfig",
+    "AlgoConfig",
+    "BaseConfig",
+    "CheckpointConfig",
+    "CheckpointEngineConfig",
+    "CustomFunctionConfig",
+    "DataConfig",
+    "EngineConfig",
+    "FSDPActorConfig",
+    "FSDPEngineConfig",
+    "FSDPOptimizerConfig",
+    "FilterGroupsConfig",
+    "HFModelConfig",
+    "KLControlConfig",
+    "OptimizerConfig",
+    "PolicyLossConfig",
+    "RefConfig",
+    "RewardConfig",
+    "RewardManagerConfig",
+    "RolloutConfig",
+    "SamplingConfig",
+    "TrainerConfig",
+    "TrainingWorkerConfig",
+    "omega_conf_to_dataclass",
+]

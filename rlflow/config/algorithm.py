@@ -1,0 +1,38 @@
+"""`algorithm`: advantage estimator and KL control."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlflow.config.base import BaseConfig
+
+
+@dataclass
+class KLControlConfig(BaseConfig):
+    """Coefficient of the KL penalty inside the reward: fixed, or adaptive towards `target_kl`."""
+
+    type: str = "fixed"
+    kl_coef: float = 0.001
+    horizon: int = 10000
+    target_kl: float = 0.1
+
+
+@dataclass
+class FilterGroupsConfig(BaseConfig):
+    """Dynamic sampling: drop prompt groups whose metric does not vary."""
+
+    enable: bool = False
+
+
+@dataclass
+class AlgoConfig(BaseConfig):
+    """How rewards become advantages."""
+
+    adv_estimator: str = "gae"
+    gamma: float = 1.0
+    lam: float = 1.0
+    norm_adv_by_std_in_grpo: bool = True
+    use_kl_in_reward: bool = False
+    kl_penalty: str = "kl"
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)

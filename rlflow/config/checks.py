@@ -1,0 +1,305 @@
+"""Everything about a configuration that can be known before Ray starts.
+
+Each problem says what was set, why it cannot work and the nearest value that can; all of them are reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from rlflow.config.algorithm import AlgoConfig
+from rlflow.config.base import omega_conf_to_dataclass
+from rlflow.config.data import DataConfig
+from rlflow.config.model import HFModelConfig
+from rlflow.config.reward import RewardConfig
+from rlflow.config.rollout import RolloutConfig
+from rlflow.config.trainer import TrainerConfig
+from rlflow.config.worker import FSDPActorConfig, RefConfig
+from rlflow.utils.errors import ConfigError
+
+ENGINES = {"hf": "embedded"}
+TRACKERS = ("console", "file")
+
+
+def need_reference_policy(config: Any) -> bool:
+    """A reference policy is needed by KL in the reward or in the loss."""
+    return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
+
+
+def validate_config(config: Any) -> list[str]:
+    """Check the composed, resolved configuration.
+
+    Returns:
+        Notices: settings that work but deserve a line.
+
+    Raises:
+        ConfigError: listing every problem found.
+    """
+    problems: list[str] = []
+    notices: list[str] = []
+    typed = _typed_nodes(config, problems)
+    if not problems:
+        for check in (_check_names, _check_files, _check_lengths, _check_batches, _check_sampling):
+            check(typed, problems, notices)
+    if problems:
+        count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+        raise ConfigError(f"the configuration has {count}:\n" + "\n".join(f"- {problem}" for problem in problems))
+    return notices
+
+
+class _Typed:
+    """The typed nodes of one configuration."""
+
+    actor: FSDPActorConfig
+    ref: RefConfig
+    rollout: RolloutConfig
+    model: HFModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    trainer: TrainerConfig
+    algorithm: AlgoConfig
+    needs_ref: bool
+
+
+def _typed_nodes(config: Any, problems: list[str]) -> _Typed:
+    from omegaconf import OmegaConf
+
+    typed = _Typed()
+    typed.needs_ref = need_reference_policy(config)
+    if OmegaConf.is_missing(config.actor_rollout_ref.rollout, "name"):
+        problems.append(
+            "actor_rollout_ref.rollout.name is not set: no engine would generate.\n"
+            f"    try:    actor_rollout_ref.rollout.name=hf (available: {', '.join(sorted(ENGINES))})"
+        )
+        return typed
+    nodes: dict[str, tuple[str, type]] = {
+        "actor": ("actor_rollout_ref.actor", FSDPActorConfig),
+        "ref": ("actor_rollout_ref.ref", RefConfig),
+        "rollout": ("actor_rollout_ref.rollout", RolloutConfig),
+        "model": ("actor_rollout_ref.model", HFModelConfig),
+        "data": ("data", DataConfig),
+        "reward": ("reward", RewardConfig),
+        "trainer": ("trainer", TrainerConfig),
+        "algorithm": ("algorithm", AlgoConfig),
+    }
+    for name, (path, kind) in nodes.items():
+        try:
+            setattr(typed, name, omega_conf_to_dataclass(OmegaConf.select(config, path), kind))
+        except ConfigError as error:
+            problems.append(f"{path}: {error}")
+    return typed
+
+
+def _choice(key: str, value: str, choices: Any, why: str = "") -> str:
+    names = sorted(choices)
+    close = difflib.get_close_matches(value, names, n=1)
+    return (
+        f"{key}={value} {why or 'is unknown'}.\n    try:    {key}={close[0] if close else names[0]} "
+        f"(choices: {', '.join(names)})"
+    )
+
+
+def _check_names(c: _Typed, problems: list[str], notices: list[str]) -> None:
+    from rlflow.trainer.ppo import core_algos
+    from rlflow.utils.import_utils import import_external_libs
+
+    # A user's module may register the very names that are checked next.
+    import_external_libs(c.model.external_lib)
+    if c.rollout.name not in ENGINES:
+        problems.append(_choice("actor_rollout_ref.rollout.name", c.rollout.name, ENGINES, "is not in this version"))
+    if c.algorithm.adv_estimator not in core_algos.ADV_ESTIMATOR_REGISTRY:
+        why = "needs a critic, which is not in this version" if c.algorithm.adv_estimator == "gae" else ""
+        problems.append(
+            _choice("algorithm.adv_estimator", c.algorithm.adv_estimator, core_algos.ADV_ESTIMATOR_REGISTRY, why)
+        )
+    loss_mode = c.actor.policy_loss.loss_mode
+    if loss_mode not in core_algos.POLICY_LOSS_REGISTRY:
+        problems.append(
+            _choice("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, core_algos.POLICY_LOSS_REGISTRY)
+        )
+    loggers = [c.trainer.logger] if isinstance(c.trainer.logger, str) else list(c.trainer.logger)
+    for logger in loggers:
+        if logger not in TRACKERS:
+            problems.append(
+                f"trainer.logger names {logger}, which is not in this version.\n"
+                "    try:    trainer.logger=[console,file]"
+            )
+    if c.trainer.v1.trainer_mode != "sync":
+        problems.append(
+            _choice("trainer.v1.trainer_mode", c.trainer.v1.trainer_mode, ["sync"], "is not in this version")
+        )
+    if c.trainer.resume_mode not in ("auto", "disable", "resume_path"):
+        problems.append(_choice("trainer.resume_mode", c.trainer.resume_mode, ["auto", "disable", "resume_path"]))
+    if c.trainer.device not in ("cpu", "cuda"):
+        problems.append(_choice("trainer.device", c.trainer.device, ["cpu", "cuda"]))
+    if not c.trainer.use_v1:
+        problems.append(
+            "trainer.use_v1=false asks for the V0 trainer, which is not in this version.\n    "
+            "try:    trainer.use_v1=true"
+        )
+    if c.algorithm.filter_groups.enable:
+        problems.append(
+            "algorithm.filter_groups.enable=true is not in this version.\n    try:    "
+            "algorithm.filter_groups.enable=false"
+        )
+    if c.algorithm.use_kl_in_reward and c.actor.use_kl_loss:
+        notices.append("both KL switches are on: algorithm.use_kl_in_reward and actor.use_kl_loss")
+
+
+def _files(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else [str(v) for v in value or []]
+
+
+def _check_files(c: _Typed, problems: list[str], notices: list[str]) -> None:
+    for key, value in (("data.train_files", c.data.train_files), ("data.val_files", c.data.val_files)):
+        if not _files(value):
+            problems.append(f"{key} is empty.\n    try:    {key}=/path/to/file.parquet")
+        for name in _files(value):
+            path = Path(name).expanduser()
+            if not path.is_file():
+                beside = sorted(p.name for p in path.parent.glob("*") if p.suffix in (".parquet", ".json", ".jsonl"))
+                there = (
+                    f"that folder has {', '.join(beside[:5])}" if beside else "make one with examples/data_preprocess/"
+                )
+                problems.append(f"{key}={name}: no such file.\n    try:    {there}")
+    model = c.model.path
+    if model.startswith(("/", "~", "./", "../")) and not (Path(model).expanduser() / "config.json").is_file():
+        problems.append(
+            f"actor_rollout_ref.model.path={model}: no config.json there, so it is not a Hugging Face model folder.\n"
+            "    try:    a folder made by save_pretrained, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    reward = c.reward.custom_reward_function.path
+    if reward and not reward.startswith("pkg://") and not Path(reward.removeprefix("file://")).expanduser().is_file():
+        problems.append(
+            f"reward.custom_reward_function.path={reward}: no such file.\n    try:    an absolute "
+            f"path, or pkg://package.module"
+        )
+    if c.trainer.resume_mode == "resume_path":
+        path = c.trainer.resume_from_path or ""
+        if "global_step_" not in path or not Path(path).expanduser().is_dir():
+            problems.append(
+                f"trainer.resume_from_path={path or 'null'} is no checkpoint folder.\n"
+                "    try:    an existing .../global_step_N, or trainer.resume_mode=auto"
+            )
+
+
+def _check_lengths(c: _Typed, problems: list[str], notices: list[str]) -> None:
+    longest = c.rollout.prompt_length + c.rollout.response_length
+    budgets: dict[str, tuple[bool, int]] = {
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": (
+            c.actor.use_dynamic_bsz,
+            c.actor.ppo_max_token_len_per_gpu,
+        ),
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": (
+            c.rollout.log_prob_use_dynamic_bsz,
+            c.rollout.log_prob_max_token_len_per_gpu,
+        ),
+    }
+    if c.needs_ref:
+        budgets["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"] = (
+            c.ref.log_prob_use_dynamic_bsz,
+            c.ref.log_prob_max_token_len_per_gpu,
+        )
+    for key, (dynamic, budget) in budgets.items():
+        if dynamic and budget < longest:
+            problems.append(
+                f"{key}={budget} is less than one sequence may have: prompt {c.rollout.prompt_length} + response "
+                f"{c.rollout.response_length} = {longest} tokens.\n    try:    {key}={longest}"
+            )
+    if c.rollout.max_model_len is not None and c.rollout.max_model_len < longest:
+        problems.append(
+            f"actor_rollout_ref.rollout.max_model_len={c.rollout.max_model_len} is less than "
+            f"prompt + response = {longest}.\n"
+            f"    try:    actor_rollout_ref.rollout.max_model_len={longest}, or null"
+        )
+
+
+def _nearest_multiple(value: int, of: int) -> int:
+    return max(of, round(value / of) * of)
+
+
+def _check_batches(c: _Typed, problems: list[str], notices: list[str]) -> None:
+    ranks = c.trainer.n_gpus_per_node * c.trainer.nnodes
+    prompts, n, mini = c.data.train_batch_size, c.rollout.n, c.actor.ppo_mini_batch_size
+    counts = {
+        "data.train_batch_size": prompts,
+        "actor_rollout_ref.rollout.n": n,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": mini,
+        "trainer.n_gpus_per_node": ranks,
+    }
+    for key, value in counts.items():
+        if value < 1:
+            problems.append(f"{key}={value} must be at least 1.\n    try:    {key}=1")
+            return
+    if mini > prompts:
+        problems.append(
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} prompts is more than "
+            f"data.train_batch_size={prompts}.\n"
+            f"    try:    actor_rollout_ref.actor.ppo_mini_batch_size={prompts}"
+        )
+        return
+    if prompts % mini:
+        divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
+        best = min(divisors, key=lambda d: abs(d - mini))
+        problems.append(
+            f"data.train_batch_size={prompts} is not a multiple of ppo_mini_batch_size={mini}: the "
+            f"last optimizer step of "
+            f"each batch would be mostly padding.\n    try:    actor_rollout_ref.actor.ppo_mini_batch_size={best}, or "
+            f"data.train_batch_size={_nearest_multiple(prompts, mini)}"
+        )
+    rows = mini * n
+    micro = c.actor.ppo_micro_batch_size_per_gpu
+    unit = ranks if c.actor.use_dynamic_bsz else ranks * (micro or 1)
+    if not c.actor.use_dynamic_bsz and micro is None:
+        problems.append(
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is not set and use_dynamic_bsz "
+            "is false: Please set at "
+            "least one.\n    try:    actor_rollout_ref.actor.use_dynamic_bsz=true"
+        )
+    elif rows % unit:
+        valid = next(m for m in range(mini, mini + unit + 1) if (m * n) % unit == 0)
+        problems.append(
+            f"ppo_mini_batch_size={mini} cannot be split: {mini} prompts x rollout.n={n} = {rows} "
+            f"rows, but {ranks} ranks"
+            + (f" x ppo_micro_batch_size_per_gpu={micro}" if not c.actor.use_dynamic_bsz else "")
+            + f" need a multiple of {unit}.\n"
+            + f"    try:    actor_rollout_ref.actor.ppo_mini_batch_size={valid} ({valid * n} rows)"
+            + ("" if c.actor.use_dynamic_bsz else ", or actor_rollout_ref.actor.use_dynamic_bsz=true")
+        )
+    log_prob: dict[str, tuple[bool, int | None]] = {
+        "actor_rollout_ref.rollout": (c.rollout.log_prob_use_dynamic_bsz, c.rollout.log_prob_micro_batch_size_per_gpu)
+    }
+    if c.needs_ref:
+        log_prob["actor_rollout_ref.ref"] = (c.ref.log_prob_use_dynamic_bsz, c.ref.log_prob_micro_batch_size_per_gpu)
+    for node, (dynamic, micro_rows) in log_prob.items():
+        if not dynamic and micro_rows is None:
+            problems.append(
+                f"{node}.log_prob_micro_batch_size_per_gpu is not set and {node}.log_prob_use_dynamic_bsz is false.\n"
+                f"    try:    {node}.log_prob_micro_batch_size_per_gpu={micro or 8}"
+            )
+    if c.actor.use_dynamic_bsz != c.rollout.log_prob_use_dynamic_bsz:
+        problems.append(
+            "actor_rollout_ref.actor.use_dynamic_bsz and actor_rollout_ref.rollout.log_prob_use_dynamic_bsz differ.\n"
+            "    try:    leave the second unset: it follows the first"
+        )
+
+
+def _check_sampling(c: _Typed, problems: list[str], notices: list[str]) -> None:
+    if c.rollout.temperature <= 0:
+        problems.append(
+            f"actor_rollout_ref.rollout.temperature={c.rollout.temperature}: greedy rollouts have "
+            f"degenerate log-probs and no "
+            "exploration.\n    try:    actor_rollout_ref.rollout.temperature=1.0"
+        )
+    if c.rollout.top_p != 1.0 or c.rollout.top_k not in (-1, 0):
+        notices.append(
+            f"rollout.top_p={c.rollout.top_p}, top_k={c.rollout.top_k}: the engine samples from a "
+            f"truncated distribution, the "
+            "trainer's log-probs are of the full one, so probability ratios are biased"
+        )
+    if c.algorithm.adv_estimator == "grpo" and c.rollout.n == 1:
+        notices.append("rollout.n=1 with grpo: every group has one session, so the advantage is the raw reward")
+    if c.trainer.nnodes > 1 and c.rollout.checkpoint_engine.backend == "naive":
+        notices.append("checkpoint_engine.backend=naive: each replica must share a node with the workers that feed it")

@@ -1,0 +1,104 @@
+"""Command-line overrides that name no key, with what was probably meant.
+
+Hydra stops at the first unknown key and says only that it is not there. Here all of them are reported at once, each
+with the nearest existing keys, before anything else starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rlflow.utils.errors import ConfigError
+
+CONFIG_MODULE = "rlflow.config"
+CONFIG_NAME = "ppo_trainer"
+
+
+def compose_config(overrides: Sequence[str] = (), config_name: str = CONFIG_NAME) -> Any:
+    """The composed `DictConfig` (interpolations unresolved), as the command line would give it.
+
+    Raises ConfigError for overrides that name no key or do not parse.
+    """
+    from hydra import compose, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    check_overrides(overrides, config_name)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module(CONFIG_MODULE, version_base=None):
+            return compose(config_name, overrides=list(overrides))
+    except HydraException as error:
+        raise ConfigError(f"the overrides cannot be composed: {error}") from error
+
+
+def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) -> None:
+    """Raise ConfigError listing every override whose key does not exist.
+
+    Keys given with `+` are additions and pass; `~` deletions must name an existing key.
+    """
+    from hydra import compose, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    parsed = []
+    problems = []
+    for text in overrides:
+        try:
+            parsed.append(parser.parse_override(text))
+        except HydraException as error:
+            problems.append(
+                f"{text!r} is not an override: {str(error).splitlines()[0]}\n    try:    key=value without spaces"
+            )
+    GlobalHydra.instance().clear()
+    with initialize_config_module(CONFIG_MODULE, version_base=None):
+        # Group choices decide which keys exist, so they are applied before the others are judged.
+        groups = [p.input_line for p in parsed if p.input_line and _is_group(p.get_key_element())]
+        config = compose(config_name, overrides=groups)
+    known = set(_flatten(config))
+    for override in parsed:
+        key = override.get_key_element()
+        if override.is_add() or override.is_force_add() or _is_group(key):
+            continue
+        key = key.lstrip("~")
+        if key not in known and not key.startswith("hydra."):
+            problems.append(_unknown_key(key, known))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _is_group(key: str) -> bool:
+    return key.lstrip("~+").split("@")[0] in {"model_engine"}
+
+
+def _flatten(node: Any, prefix: str = "") -> Iterator[str]:
+    from omegaconf import OmegaConf
+
+    for name in node:
+        path = f"{prefix}{name}"
+        yield path
+        child = node._get_node(name)
+        if OmegaConf.is_dict(child) and not child._is_interpolation() and not child._is_none():
+            yield from _flatten(child, f"{path}.")
+
+
+def _unknown_key(key: str, known: set[str]) -> str:
+    last = key.rsplit(".", 1)[-1]
+    same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == last]
+    close = sorted(same_leaf, key=lambda k: -difflib.SequenceMatcher(None, k, key).ratio())[:3]
+    if not close:
+        close = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+    if not close:
+        leaves = {k.rsplit(".", 1)[-1]: k for k in sorted(known)}
+        close = [leaves[leaf] for leaf in difflib.get_close_matches(last, leaves, n=3, cutoff=0.6)]
+    meant = (
+        f"did you mean {' or '.join(close)}?" if close else "see rlflow/config/ppo_trainer.yaml for the keys there are"
+    )
+    return (
+        f"{key} is not a key of the configuration.\n    set in: command line\n    try:    {meant} "
+        f"(to add a key on purpose write +{key}=...)"
+    )

@@ -1,0 +1,81 @@
+"""`actor_rollout_ref.rollout`: sampling, the serving engine, agent loops and weight sync."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlflow.config.base import BaseConfig
+from rlflow.utils.errors import ConfigError
+
+
+@dataclass
+class SamplingConfig(BaseConfig):
+    """Sampling of validation; `do_sample=false` means greedy whatever the temperature."""
+
+    top_k: int = -1
+    top_p: float = 1.0
+    temperature: float = 0.0
+    n: int = 1
+    do_sample: bool = False
+
+
+@dataclass
+class AgentLoopConfig(BaseConfig):
+    """Agent-loop workers. `session_timeout_s`: seconds one session may take before it counts as failed."""
+
+    num_workers: int = 8
+    default_agent_loop: str = "single_turn_agent"
+    agent_loop_config_path: str | None = None
+    agent_loop_manager_class: str | None = None
+    session_timeout_s: float = 600.0
+
+
+@dataclass
+class CheckpointEngineConfig(BaseConfig):
+    """Weights in memory, actor to rollout. `naive` = shared memory between processes of one node."""
+
+    backend: str = "naive"
+    update_weights_bucket_megabytes: int = 2048
+
+
+@dataclass
+class RolloutConfig(BaseConfig):
+    """A rollout replica and how it samples. Lengths are tokens; `request_timeout_s` bounds one generate call."""
+
+    name: str = "???"
+    mode: str = "async"
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    n: int = 1
+    seed: int = 42
+    prompt_length: int = 512
+    response_length: int = 512
+    dtype: str = "bfloat16"
+    ignore_eos: bool = False
+    free_cache_engine: bool = True
+    tensor_model_parallel_size: int = 2
+    data_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    load_format: str = "dummy"
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_use_dynamic_bsz: bool = False
+    log_prob_max_token_len_per_gpu: int = 16384
+    calculate_log_probs: bool = True
+    request_timeout_s: float = 600.0
+    val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
+    agent: AgentLoopConfig = field(default_factory=AgentLoopConfig)
+    checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
+    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"hf": {}})
+
+    def __post_init__(self) -> None:
+        if self.mode != "async":
+            raise ConfigError(
+                f"rollout.mode={self.mode!r} does not exist any more: every engine is served by a process of its own. "
+                "Remove the key or set rollout.mode=async"
+            )

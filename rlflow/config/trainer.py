@@ -1,0 +1,62 @@
+"""`trainer`: length of a run, where it runs, what it records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlflow.config.base import BaseConfig
+
+
+@dataclass
+class CustomSamplerConfig(BaseConfig):
+    """A user's replay buffer by path and name."""
+
+    path: str | None = None
+    name: str | None = None
+
+
+@dataclass
+class SamplerConfig(BaseConfig):
+    """How finished prompt groups are sampled."""
+
+    custom_sampler: CustomSamplerConfig = field(default_factory=CustomSamplerConfig)
+    sampler_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class V1Config(BaseConfig):
+    """The trainer mode and the block of each mode."""
+
+    trainer_mode: str = "sync"
+    sync: dict[str, Any] = field(default_factory=dict)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+
+
+@dataclass
+class TrainerConfig(BaseConfig):
+    """Steps, devices, records. `stall_timeout_s`: seconds `sample` waits without any progress before the run ends."""
+
+    total_epochs: int = 30
+    total_training_steps: int | None = None
+    project_name: str = "rlflow_examples"
+    experiment_name: str = "gsm8k"
+    logger: Any = field(default_factory=lambda: ["console", "wandb"])
+    log_val_generations: int = 0
+    rollout_data_dir: str | None = None
+    validation_data_dir: str | None = None
+    nnodes: int = 1
+    n_gpus_per_node: int = 8
+    device: str = "cuda"
+    save_freq: int = -1
+    test_freq: int = -1
+    val_before_train: bool = True
+    val_only: bool = False
+    critic_warmup: int = 0
+    resume_mode: str = "auto"
+    resume_from_path: str | None = None
+    default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+    max_actor_ckpt_to_keep: int | None = None
+    stall_timeout_s: float = 600.0
+    use_v1: bool = True
+    v1: V1Config = field(default_factory=V1Config)

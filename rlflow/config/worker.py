@@ -1,0 +1,192 @@
+"""Actor, reference, engine, optimizer and checkpoint options of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from rlflow.config.base import BaseConfig
+from rlflow.utils.errors import ConfigError
+
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+@dataclass
+class PolicyLossConfig(BaseConfig):
+    """`actor.policy_loss`: which registered policy loss, and its own options."""
+
+    loss_mode: str = "vanilla"
+
+
+@dataclass
+class CheckpointConfig(BaseConfig):
+    """What a checkpoint holds: any of "model", "optimizer", "extra" (schedule, RNG), "hf_model" (a HF folder)."""
+
+    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+
+    def __post_init__(self) -> None:
+        known = {"model", "optimizer", "extra", "hf_model"}
+        unknown = sorted((set(self.save_contents) | set(self.load_contents)) - known)
+        if unknown:
+            raise ConfigError(f"checkpoint contents {unknown} are unknown; choose from {sorted(known)}")
+
+
+@dataclass
+class OptimizerConfig(BaseConfig):
+    """Options every optimizer has; `lr_warmup_steps` <= 0 means `lr_warmup_steps_ratio` x total steps."""
+
+    _mutable_fields: ClassVar[frozenset[str]] = frozenset({"total_training_steps", "lr_warmup_steps"})
+
+    lr: float = 1e-3
+    lr_warmup_steps: int = -1
+    lr_warmup_steps_ratio: float = 0.0
+    total_training_steps: int = -1
+    weight_decay: float = 0.01
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    clip_grad: float | None = 1.0
+
+
+@dataclass
+class FSDPOptimizerConfig(OptimizerConfig):
+    """The optimizer class by name, its extra arguments, and the LR schedule (constant or cosine)."""
+
+    optimizer: str = "AdamW"
+    optimizer_impl: str = "torch.optim"
+    override_optimizer_config: dict[str, Any] | None = None
+    lr_scheduler_type: str = "constant"
+    min_lr_ratio: float = 0.0
+    num_cycles: float = 0.5
+    zero_indexed_step: bool = True
+
+    def __post_init__(self) -> None:
+        if self.lr_scheduler_type not in ("constant", "cosine"):
+            raise ConfigError(f"optim.lr_scheduler_type={self.lr_scheduler_type!r} is unknown; use constant or cosine")
+
+
+@dataclass
+class EngineConfig(BaseConfig):
+    """Batch sizes and precision that every training engine has; sizes are filled from actor and rollout options."""
+
+    _mutable_fields: ClassVar[frozenset[str]] = frozenset(
+        {
+            "use_dynamic_bsz",
+            "max_token_len_per_gpu",
+            "micro_batch_size_per_gpu",
+            "infer_max_token_len_per_gpu",
+            "infer_micro_batch_size_per_gpu",
+            "use_remove_padding",
+            "forward_only",
+        }
+    )
+
+    strategy: str = "fsdp"
+    dtype: str = "bfloat16"
+    forward_only: bool = False
+    seed: int = 42
+    use_dynamic_bsz: bool = True
+    max_token_len_per_gpu: int | None = None
+    micro_batch_size_per_gpu: int | None = None
+    infer_max_token_len_per_gpu: int | None = None
+    infer_micro_batch_size_per_gpu: int | None = None
+    use_remove_padding: bool = True
+
+
+@dataclass
+class FSDPEngineConfig(EngineConfig):
+    """Fully sharded data parallel. `mixed_precision` {param_dtype, reduce_dtype} overrides what `dtype` implies."""
+
+    model_dtype: str | None = "fp32"
+    reshard_after_forward: bool = True
+    mixed_precision: dict[str, Any] | None = None
+    entropy_from_logits_chunk_size: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.strategy not in ("fsdp", "fsdp2"):
+            raise ConfigError(
+                f"strategy={self.strategy!r} has no engine in this version; set actor_rollout_ref.actor.strategy=fsdp "
+                "(both fsdp and fsdp2 shard with torch's fully_shard)"
+            )
+
+
+@dataclass
+class ActorConfig(BaseConfig):
+    """How the policy is updated.
+
+    Units: `ppo_mini_batch_size` counts prompts (x rollout.n rows), `ppo_micro_batch_size_per_gpu` rows of one forward,
+    `ppo_max_token_len_per_gpu` tokens of one forward when `use_dynamic_bsz`.
+    """
+
+    _mutable_fields: ClassVar[frozenset[str]] = frozenset({"global_batch_info"})
+
+    strategy: str = "fsdp"
+    rollout_n: int = 1
+    ppo_mini_batch_size: int = 256
+    ppo_micro_batch_size_per_gpu: int | None = None
+    use_dynamic_bsz: bool = False
+    ppo_max_token_len_per_gpu: int = 16384
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+    clip_ratio_c: float = 3.0
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    loss_agg_mode: str = "token-mean"
+    loss_scale_factor: float | None = None
+    entropy_coeff: float = 0.0
+    calculate_entropy: bool = False
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.001
+    kl_loss_type: str = "low_var_kl"
+    ppo_epochs: int = 1
+    shuffle: bool = False
+    data_loader_seed: int = 42
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    use_remove_padding: bool = False
+
+    def __post_init__(self) -> None:
+        if self.loss_agg_mode not in LOSS_AGG_MODES:
+            raise ConfigError(
+                f"Invalid loss_agg_mode: actor.loss_agg_mode={self.loss_agg_mode!r}; "
+                f"choose from {', '.join(LOSS_AGG_MODES)}"
+            )
+        if self.clip_ratio_c <= 1.0:
+            raise ConfigError(f"actor.clip_ratio_c={self.clip_ratio_c} must be > 1 (dual clip); the usual value is 3.0")
+
+
+@dataclass
+class FSDPActorConfig(ActorConfig):
+    """An actor trained by the FSDP engine."""
+
+    entropy_from_logits_chunk_size: int = 2048
+    optim: FSDPOptimizerConfig = field(default_factory=lambda: FSDPOptimizerConfig(lr=1e-6))
+    fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+
+
+@dataclass
+class RefConfig(BaseConfig):
+    """The frozen reference policy; its batch sizes default to the actor's."""
+
+    strategy: str = "fsdp"
+    rollout_n: int = 1
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_use_dynamic_bsz: bool = False
+    log_prob_max_token_len_per_gpu: int = 16384
+    entropy_from_logits_chunk_size: int = 2048
+    fsdp_config: FSDPEngineConfig = field(default_factory=lambda: FSDPEngineConfig(forward_only=True))
+
+
+@dataclass
+class TrainingWorkerConfig(BaseConfig):
+    """All that one `TrainingWorker` needs to build its engine."""
+
+    model_type: str = "language_model"
+    model_config: Any = None
+    engine_config: Any = None
+    optimizer_config: Any = None
+    checkpoint_config: Any = None

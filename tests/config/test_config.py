@@ -1,0 +1,182 @@
+"""The tree, its typed form, unknown keys and impossible values."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import rlflow.config as cfg
+from rlflow.config.checks import validate_config
+from rlflow.config.machine import clamp_to_machine
+from rlflow.config.overrides import check_overrides, compose_config
+from rlflow.utils.errors import ConfigError
+
+NODES = {
+    "actor_rollout_ref.actor": cfg.FSDPActorConfig,
+    "actor_rollout_ref.ref": cfg.RefConfig,
+    "actor_rollout_ref.rollout": cfg.RolloutConfig,
+    "actor_rollout_ref.model": cfg.HFModelConfig,
+    "data": cfg.DataConfig,
+    "reward": cfg.RewardConfig,
+    "trainer": cfg.TrainerConfig,
+    "algorithm": cfg.AlgoConfig,
+}
+# Values the YAML mirrors from elsewhere or must be set; the dataclass holds the plain default.
+MIRRORED = {"rollout.name"}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    for name in ("train.parquet", "val.parquet", "config.json"):
+        (tmp_path / name).write_text("{}")
+    return [
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/val.parquet",
+        f"actor_rollout_ref.model.path={tmp_path}",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "trainer.logger=[console,file]",
+    ]
+
+
+def problems_of(overrides: list[str]) -> str:
+    with pytest.raises(ConfigError) as error:
+        validate_config(compose_config(overrides))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("node", "kind"), NODES.items())
+def test_yaml_and_dataclass_have_the_same_keys_and_defaults(node: str, kind: type) -> None:
+    config = compose_config(["actor_rollout_ref.rollout.name=???"])
+    tree = OmegaConf.to_container(OmegaConf.select(config, node), resolve=True, throw_on_missing=False)
+    typed = OmegaConf.to_container(OmegaConf.structured(kind), resolve=False, throw_on_missing=False)
+    typed.pop("default_local_dir", None)
+    tree.pop("default_local_dir", None)
+    if node.endswith((".actor", ".ref")):
+        # use_remove_padding mirrors model.use_remove_padding, which is true in the tree.
+        for side in (tree, typed):
+            side.pop("use_remove_padding", None)
+    assert tree == typed
+
+
+def test_every_yaml_key_has_a_comment_above_it() -> None:
+    for file in Path(cfg.__file__).parent.rglob("*.yaml"):
+        lines = file.read_text().splitlines()
+        for number, line in enumerate(lines):
+            key = line.strip().split(":")[0]
+            if not line.strip() or line.strip().startswith(("#", "-")) or ":" not in line:
+                continue
+            top_groups = {"defaults", "actor_rollout_ref", "algorithm", "trainer", "ray_kwargs", "hydra", "run", "dir"}
+            if key in top_groups:
+                continue
+            assert lines[number - 1].strip().startswith("#"), f"{file.name}: {key} has no comment"
+
+
+def test_configs_are_frozen_mappings() -> None:
+    config = cfg.FSDPActorConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.clip_ratio = 0.3
+    assert "missing" not in config and config.get("missing", 7) == 7
+    for kind in (AttributeError, KeyError):
+        with pytest.raises(kind):
+            config["missing"]
+    assert dict(**config)["clip_ratio"] == 0.2
+
+
+def test_unknown_keys_are_all_named_with_what_was_meant() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_overrides(
+            ["actor_rollout_ref.actor.optim.learning_rate=1", "trainer.total_epoch=3", "data.train_batchsize=8"]
+        )
+    message = str(error.value)
+    assert "trainer.total_epochs" in message and "data.train_batch_size" in message
+    assert "actor.optim.learning_rate is not a key" in message
+
+
+def test_a_key_given_by_its_last_part_is_found() -> None:
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout\.temperature"):
+        check_overrides(["rollout.temperature=1"])
+
+
+def test_additions_and_engine_choice_pass() -> None:
+    check_overrides(["+my.key=1", "model_engine=dp", "trainer.total_epochs=1"])
+
+
+def test_a_good_configuration_passes(files: list[str]) -> None:
+    assert validate_config(compose_config(files)) == []
+
+
+def test_an_unset_engine_is_named(files: list[str]) -> None:
+    message = problems_of([f for f in files if "rollout.name" not in f])
+    assert "rollout.name" in message and "rollout.name=hf" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            ["data.train_batch_size=60", "actor_rollout_ref.actor.ppo_mini_batch_size=16"],
+            ["60", "ppo_mini_batch_size=15"],
+        ),
+        (
+            ["data.train_batch_size=4"],
+            ["ppo_mini_batch_size=256", "try:    actor_rollout_ref.actor.ppo_mini_batch_size=4"],
+        ),
+        (
+            [
+                "actor_rollout_ref.actor.use_dynamic_bsz=false",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+                "actor_rollout_ref.rollout.n=5",
+                "data.train_batch_size=60",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=60",
+            ],
+            ["300 rows", "multiple of 64", "ppo_mini_batch_size=64 (320 rows)"],
+        ),
+        (["actor_rollout_ref.actor.use_dynamic_bsz=false"], ["ppo_micro_batch_size_per_gpu", "use_dynamic_bsz=true"]),
+        (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100"], ["1024 tokens", "ppo_max_token_len_per_gpu=1024"]),
+        (["algorithm.adv_estimator=gae"], ["needs a critic"]),
+        (["algorithm.adv_estimator=grppo"], ["adv_estimator=grpo"]),
+        (["actor_rollout_ref.rollout.name=vllm"], ["rollout.name=vllm", "rollout.name=hf"]),
+        (["actor_rollout_ref.rollout.temperature=0"], ["temperature=1.0"]),
+        (["data.train_files=/nowhere/x.parquet"], ["no such file"]),
+        (["trainer.resume_mode=resume_path"], ["resume_from_path"]),
+        (["reward.custom_reward_function.path=/nowhere.py"], ["no such file"]),
+        (["actor_rollout_ref.actor.loss_agg_mode=mean"], ["Invalid loss_agg_mode"]),
+        (["trainer.logger=[console,wandb]"], ["wandb"]),
+        (["actor_rollout_ref.rollout.mode=sync"], ["mode=async"]),
+    ],
+)  # fmt: skip
+def test_impossible_values_name_the_nearest_possible_one(
+    files: list[str], overrides: list[str], parts: list[str]
+) -> None:
+    message = problems_of([*files, *overrides])
+    for part in parts:
+        assert part in message
+
+
+def test_all_problems_come_at_once(files: list[str]) -> None:
+    message = problems_of([*files, "data.train_files=/nowhere/x.parquet", "actor_rollout_ref.rollout.temperature=0"])
+    assert "2 problems" in message
+
+
+def test_truncated_sampling_is_never_silent(files: list[str]) -> None:
+    assert any(
+        "top_p" in notice for notice in validate_config(compose_config([*files, "actor_rollout_ref.rollout.top_p=0.9"]))
+    )
+
+
+def test_process_counts_fit_the_machine(files: list[str]) -> None:
+    config: Any = compose_config([*files, "trainer.device=cpu"])
+    notice = clamp_to_machine(config, cores=2)
+    assert config.trainer.n_gpus_per_node == 2 and config.reward.num_workers == 1
+    assert notice is not None and "trainer.n_gpus_per_node 8 -> 2" in notice
+    assert clamp_to_machine(config, cores=2) is None
+    gpu: Any = compose_config(files)
+    assert clamp_to_machine(gpu, cores=2) is None and gpu.trainer.n_gpus_per_node == 8
