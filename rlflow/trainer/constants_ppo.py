@@ -1,0 +1,25 @@
+"""Environment of all processes of a run."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+PPO_RAY_RUNTIME_ENV: dict[str, Any] = {
+    "env_vars": {
+        "TOKENIZERS_PARALLELISM": "true",
+        "NCCL_DEBUG": "WARN",
+        # Waiting OpenMP threads sleep: trainer and rollout server take turns on the same cores.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "KMP_BLOCKTIME": "0",
+    }
+}
+FORWARDED = ("PYTHONPATH", "PYTHONHASHSEED", "RLFLOW_LOGGING_LEVEL", "VERL_LOGGING_LEVEL", "HF_HUB_OFFLINE")
+
+
+def get_ppo_ray_runtime_env(config: Any = None) -> dict[str, Any]:
+    """The runtime environment for `ray.init`; a variable the user has set is left alone (workers inherit it)."""
+    env_vars = {name: value for name, value in PPO_RAY_RUNTIME_ENV["env_vars"].items() if name not in os.environ}
+    env_vars |= {name: os.environ[name] for name in FORWARDED if name in os.environ}
+    return {"env_vars": env_vars}

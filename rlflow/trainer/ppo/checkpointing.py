@@ -1,0 +1,94 @@
+"""Checkpoints of a run, and going on from one.
+
+    {default_local_dir}/
+        latest_checkpointed_iteration.txt      the newest whole step; replaced atomically, last
+        global_step_{k}/
+            actor/                             the worker group's part, one file set for any world size
+            data.pt                            the data cursor: the trained frontier
+            trainer_state.json                 step, KL coefficient
+            manifest.json                      sizes and hashes of all files; without it the folder is not a checkpoint
+
+A step folder appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlflow.checkpoint import (
+    atomic_directory,
+    find_latest_checkpoint,
+    prune,
+    verify_manifest,
+    write_manifest,
+    write_tracker,
+)
+from rlflow.utils.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rlflow.trainer.ppo.trainer_base import PPOTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_root(config: Any) -> Path:
+    """`trainer.default_local_dir`, absolute."""
+    return Path(config.trainer.default_local_dir).expanduser().resolve()
+
+
+def save_trainer_checkpoint(trainer: PPOTrainer) -> Path:
+    """Save the run after the current step; returns the step's folder."""
+    import torch
+
+    root = checkpoint_root(trainer.config)
+    root.mkdir(parents=True, exist_ok=True)
+    final = root / f"global_step_{trainer.global_steps}"
+    with atomic_directory(final) as folder:
+        trainer.runtime.actor_wg.save_checkpoint(str(folder / "actor"), None, trainer.global_steps, None)
+        torch.save(trainer.feed.loader.state_dict(), folder / "data.pt")
+        state = {"global_step": trainer.global_steps, "kl_controller": None}
+        if trainer.kl_controller is not None:
+            state["kl_controller"] = trainer.kl_controller.state_dict()
+        (folder / "trainer_state.json").write_text(json.dumps(state, indent=2))
+        write_manifest(folder)
+    write_tracker(root, trainer.global_steps)
+    keep = trainer.config.trainer.max_actor_ckpt_to_keep
+    if keep:
+        prune(root, keep)
+    return final
+
+
+def load_trainer_checkpoint(trainer: PPOTrainer) -> int:
+    """Restore workers, data cursor and controller state; returns the step (0 = from scratch)."""
+    import torch
+
+    folder = _checkpoint_to_load(trainer.config)
+    if folder is None:
+        return 0
+    state = json.loads((folder / "trainer_state.json").read_text())
+    trainer.runtime.actor_wg.load_checkpoint(str(folder / "actor"))
+    # weights_only: the cursor is plain numbers, and nothing else is unpickled.
+    trainer.feed.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
+    if trainer.kl_controller is not None and state["kl_controller"]:
+        trainer.kl_controller.load_state_dict(state["kl_controller"])
+    logger.info("resumed from %s (step %d)", folder, state["global_step"])
+    return int(state["global_step"])
+
+
+def _checkpoint_to_load(config: Any) -> Path | None:
+    mode = config.trainer.resume_mode
+    if mode == "disable":
+        return None
+    if mode == "auto":
+        return find_latest_checkpoint(checkpoint_root(config))
+    folder = Path(config.trainer.resume_from_path).expanduser().resolve()
+    problems = verify_manifest(folder)
+    if problems:
+        raise CheckpointError(
+            f"trainer.resume_from_path={folder} is damaged: {'; '.join(problems[:3])}. Choose another step, or "
+            "trainer.resume_mode=auto to take the newest whole one."
+        )
+    return folder

@@ -1,0 +1,58 @@
+"""The maths of RL post-training: tensors in, tensors out.
+
+Needs torch only: no Ray, no configuration tree, no GPU. Users register their own:
+
+    from rlflow.trainer.ppo.core_algos import register_adv_est
+
+    @register_adv_est("mine")
+    def mine(token_level_rewards, response_mask, index, config=None, **kwargs):
+        ...
+        return advantages, returns          # both [B, T]
+
+and select it with `algorithm.adv_estimator=mine`. One file a family; adding an algorithm is one file and one test.
+"""
+
+from __future__ import annotations
+
+from rlflow.trainer.ppo.core_algos.aggregate import agg_loss
+from rlflow.trainer.ppo.core_algos.group_relative import compute_grpo_outcome_advantage
+from rlflow.trainer.ppo.core_algos.group_stats import GroupStats, group_stats
+from rlflow.trainer.ppo.core_algos.kl import (
+    AdaptiveKLController,
+    FixedKLController,
+    get_kl_controller,
+    kl_penalty,
+    kl_penalty_forward,
+)
+from rlflow.trainer.ppo.core_algos.losses.vanilla import compute_policy_loss_vanilla
+from rlflow.trainer.ppo.core_algos.registry import (
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    AdvantageEstimator,
+    PolicyLossFn,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    register_adv_est,
+    register_policy_loss,
+)
+
+__all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
+    "POLICY_LOSS_REGISTRY",
+    "AdaptiveKLController",
+    "AdvantageEstimator",
+    "FixedKLController",
+    "GroupStats",
+    "PolicyLossFn",
+    "agg_loss",
+    "compute_grpo_outcome_advantage",
+    "compute_policy_loss_vanilla",
+    "get_adv_estimator_fn",
+    "get_kl_controller",
+    "get_policy_loss_fn",
+    "group_stats",
+    "kl_penalty",
+    "kl_penalty_forward",
+    "register_adv_est",
+    "register_policy_loss",
+]

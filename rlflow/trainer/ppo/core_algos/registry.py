@@ -1,0 +1,86 @@
+"""Names of advantage estimators and policy losses.
+
+Invariant: a name means one function. Registering the same function again is fine; another one under a taken name is
+refused for estimators and replaces the old one for policy losses (as users of verl expect).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from enum import Enum, StrEnum
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PolicyLossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
+AdvEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
+
+ADV_ESTIMATOR_REGISTRY: dict[str, AdvEstimatorFn] = {}
+POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
+
+
+class AdvantageEstimator(StrEnum):
+    """Names of the built-in estimators; a member equals its string."""
+
+    GRPO = "grpo"
+
+
+def _name(name_or_enum: str | AdvantageEstimator) -> str:
+    return name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum
+
+
+def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[F], F]:
+    """Decorator: make an advantage estimator selectable by `algorithm.adv_estimator`.
+
+    The function is called with keywords: token_level_rewards [B, T], response_mask [B, T], index (uid a row, array of
+    str), config (the `algorithm` node), and whatever batch fields exist; accept `**kwargs`. It returns
+    (advantages [B, T], returns [B, T]).
+    """
+
+    def decorator(function: F) -> F:
+        name = _name(name_or_enum)
+        known = ADV_ESTIMATOR_REGISTRY.get(name)
+        if known is not None and known is not function:
+            raise ValueError(f"advantage estimator {name!r} is already {known.__module__}.{known.__qualname__}")
+        ADV_ESTIMATOR_REGISTRY[name] = function
+        return function
+
+    return decorator
+
+
+def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvEstimatorFn:
+    """The estimator of that name; ValueError lists what exists."""
+    return _lookup(ADV_ESTIMATOR_REGISTRY, _name(name_or_enum), "advantage estimator", "register_adv_est")
+
+
+def register_policy_loss(name: str) -> Callable[[F], F]:
+    """Decorator: make a policy loss selectable by `actor.policy_loss.loss_mode`.
+
+    The function is called with keywords old_log_prob, log_prob, advantages, response_mask (all [B, T]), loss_agg_mode,
+    config (the actor config), rollout_is_weights ([B, T] or None) and returns (scalar loss, metrics).
+    """
+
+    def decorator(function: F) -> F:
+        POLICY_LOSS_REGISTRY[name] = function
+        return function
+
+    return decorator
+
+
+def get_policy_loss_fn(name: str) -> PolicyLossFn:
+    """The policy loss of that name; ValueError lists what exists."""
+    return _lookup(POLICY_LOSS_REGISTRY, name, "policy loss", "register_policy_loss")
+
+
+def _lookup(registry: dict[str, Any], name: str, kind: str, decorator: str) -> Any:
+    if name in registry:
+        return registry[name]
+    close = difflib.get_close_matches(name, registry, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(
+        f"{kind} {name!r} is not registered.{hint} Registered: {', '.join(sorted(registry))}. "
+        f"Register your own with @{decorator}({name!r}) in a module named by actor_rollout_ref.model.external_lib."
+    )

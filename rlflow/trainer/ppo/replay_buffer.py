@@ -1,0 +1,178 @@
+"""Wait for finished prompt groups and hand out their trajectories.
+
+Invariants
+    - `sample` wakes on changes of the TransferQueue partition; it never polls, and metadata cost is per change.
+    - Groups come back whole, oldest submission first; rows of a group in (session, index) order. The result depends
+      only on what was submitted, not on the order in which sessions happened to end.
+    - After `sample` the prompt markers of the returned groups are gone; their trajectories stay until the
+      trainer clears them.
+
+Lifecycle of a prompt marker:  pending -> running -> finished | failure -> (sampled: deleted)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import rlflow.transfer_queue as tq
+from rlflow.transfer_queue import KVBatchMeta
+from rlflow.utils.errors import ContractError, DeadlineError
+
+logger = logging.getLogger(__name__)
+
+STATUSES = ("pending", "running", "finished", "failure")
+WAKE_EVERY_S = 5.0
+
+
+def uid_of(key: str) -> str:
+    """The prompt of a trajectory key `{uid}_{session}_{index}`."""
+    return key.rsplit("_", 2)[0]
+
+
+def session_of(key: str) -> tuple[str, int, int]:
+    """(uid, session, index) of a trajectory key."""
+    uid, session, index = key.rsplit("_", 2)
+    return uid, int(session), int(index)
+
+
+class PartitionView:
+    """A local copy of one partition's tags, kept current by its changes."""
+
+    def __init__(self, partition_id: str) -> None:
+        self.partition_id = partition_id
+        self.version = 0
+        self.tags: dict[str, dict[str, Any]] = {}
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the partition changes, at most `timeout_s`; True when it did."""
+        self.version, changes = tq.kv_watch(self.partition_id, self.version, timeout_s=timeout_s)
+        for key, tag in changes.items():
+            if tag is None:
+                self.tags.pop(key, None)
+            else:
+                self.tags[key] = tag
+        return bool(changes)
+
+    def markers(self) -> dict[str, dict[str, Any]]:
+        """Uid -> tag of every prompt in the partition."""
+        return {key: tag for key, tag in self.tags.items() if tag.get("is_prompt")}
+
+    def trajectories(self, uids: set[str]) -> list[str]:
+        """Trajectory keys of these prompts."""
+        return [key for key, tag in self.tags.items() if not tag.get("is_prompt") and uid_of(key) in uids]
+
+
+class ReplayBuffer:
+    """The sync trainer's view of running and finished prompts.
+
+    Args:
+        trainer_mode: name of the trainer mode.
+        trainer_config: the mode's own block of `trainer.v1`.
+        max_off_policy_threshold, max_off_policy_strategy, refill_fn: bounds of the async modes, unused here.
+        sampler_kwargs: keyword arguments for custom classes.
+        stall_timeout_s: seconds without any change before `sample` gives up.
+        describe_stall: returns lines about what is running, for the stall report.
+        on_progress: called with (finished, wanted) prompt groups while waiting.
+    """
+
+    def __init__(
+        self,
+        trainer_mode: str = "sync",
+        trainer_config: Any = None,
+        max_off_policy_threshold: int = 8,
+        max_off_policy_strategy: str = "drop",
+        sampler_kwargs: dict[str, Any] | None = None,
+        refill_fn: Callable[[int], None] | None = None,
+        *,
+        stall_timeout_s: float = 600.0,
+        describe_stall: Callable[[], list[str]] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.trainer_mode = trainer_mode
+        self.stall_timeout_s = stall_timeout_s
+        self._describe_stall = describe_stall
+        self._on_progress = on_progress
+        self._views: dict[str, PartitionView] = {}
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        """Wait for `batch_size` ended prompt groups and return all their trajectories.
+
+        Returns:
+            (meta of the trajectories with their tags and `fields=None`, sampling metrics).
+
+        Raises:
+            DeadlineError: nothing changed for `stall_timeout_s`.
+            ContractError: no group left any trajectory, or a marker has an unknown status.
+        """
+        view = self._views.setdefault(partition_id, PartitionView(partition_id))
+        selected = self._wait_for_groups(view, global_steps, partition_id, batch_size)
+        chosen = set(selected)
+        order = {uid: position for position, uid in enumerate(selected)}
+        keys = sorted(view.trajectories(chosen), key=lambda key: (order[uid_of(key)], session_of(key)[1:]))
+        markers = view.markers()
+        prefix = "training" if partition_id == "train" else "validation"
+        metrics = self._failure_metrics(prefix, [markers[uid] for uid in selected])
+        if not keys:
+            reasons = sorted({str(markers[uid].get("failed", "unknown reason")) for uid in selected})
+            raise ContractError(
+                f"None of the {len(selected)} sampled prompts of step {global_steps} has a trajectory: every session "
+                f"failed. First reasons: {'; '.join(reasons[:3])}. Look at the agent-loop workers' log."
+            )
+        tags = [view.tags[key] for key in keys]
+        tq.kv_clear(selected, partition_id)
+        for uid in selected:
+            view.tags.pop(uid, None)
+        return KVBatchMeta(keys=keys, tags=tags, partition_id=partition_id, fields=None), metrics
+
+    def _wait_for_groups(self, view: PartitionView, global_steps: int, partition_id: str, batch_size: int) -> list[str]:
+        last_change = time.monotonic()
+        while True:
+            ended = self._ended(view)
+            if self._on_progress is not None:
+                self._on_progress(min(len(ended), batch_size), batch_size)
+            if len(ended) >= batch_size:
+                return ended[:batch_size]
+            if view.wait(timeout_s=min(WAKE_EVERY_S, self.stall_timeout_s)):
+                last_change = time.monotonic()
+                continue
+            # The report also asks the agent workers for a sign of life, so that their death ends the run here.
+            running = self._describe_stall() if self._describe_stall is not None else []
+            quiet = time.monotonic() - last_change
+            if quiet >= self.stall_timeout_s:
+                raise DeadlineError(self._stall_report(view, global_steps, partition_id, batch_size, quiet, running))
+
+    def _ended(self, view: PartitionView) -> list[str]:
+        """Ended prompts, oldest submission first; equal steps keep the order of submission."""
+        ended = []
+        for uid, tag in view.markers().items():
+            if tag.get("status") not in STATUSES:
+                raise ContractError(
+                    f"prompt {uid} has status {tag.get('status')!r}; known: {', '.join(STATUSES)}. A custom agent-loop "
+                    "manager must write one of these."
+                )
+            if tag["status"] in ("finished", "failure"):
+                ended.append((tag.get("global_steps", 0), len(ended), uid))
+        return [uid for _, _, uid in sorted(ended)]
+
+    @staticmethod
+    def _failure_metrics(prefix: str, markers: list[dict[str, Any]]) -> dict[str, Any]:
+        failed = [tag for tag in markers if tag["status"] == "failure"]
+        if not failed:
+            return {}
+        sessions = sum(int(tag.get("failed_sessions", 1)) for tag in failed)
+        return {f"{prefix}/rollout_failure/groups": len(failed), f"{prefix}/rollout_failure/sessions": sessions}
+
+    def _stall_report(
+        self, view: PartitionView, step: int, partition_id: str, wanted: int, quiet: float, running: list[str]
+    ) -> str:
+        ended = len(self._ended(view))
+        lines = [
+            f"Stalled {quiet:.0f} s in `sample` (step {step}, partition {partition_id}): "
+            f"{ended} of {wanted} prompt groups finished.",
+            *(f"    {line}" for line in running[:5]),
+            "    next:  the run ends (trainer.stall_timeout_s); look at the rollout server's and agent workers' logs",
+        ]
+        return "\n".join(lines)

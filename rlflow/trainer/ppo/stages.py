@@ -1,0 +1,151 @@
+"""The stages of one step: each takes a batch meta, lets a worker group (or the controller) read and write named
+fields, and returns the meta of the same rows.
+
+Options of a call travel in `extra_info`, built fresh each time: nothing leaks from one stage into the next.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import rlflow.transfer_queue as tq
+from rlflow.trainer.ppo import advantage, metric_utils
+from rlflow.trainer.ppo.batching import real_rows
+from rlflow.trainer.ppo.core_algos import agg_loss
+from rlflow.transfer_queue import KVBatchMeta
+from rlflow.utils import tensordict_utils as tu
+from rlflow.utils.errors import ContractError, RewardError
+from rlflow.utils.metric import Metric, merge_metrics
+from rlflow.utils.nested import nested_to_padded
+
+if TYPE_CHECKING:
+    from rlflow.trainer.ppo.trainer_base import PPOTrainer
+
+Metrics = dict[str, Any]
+
+
+def _with_options(batch: KVBatchMeta, **options: Any) -> KVBatchMeta:
+    return KVBatchMeta(
+        keys=list(batch.keys), tags=batch.tags, partition_id=batch.partition_id, fields=batch.fields, extra_info=options
+    )
+
+
+def compute_old_log_prob(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
+    """Writes `old_log_probs` and `entropy`; reports entropy and the distance to the rollout engine's log-probs."""
+    rollout = trainer.config.actor_rollout_ref.rollout
+    actor = trainer.config.actor_rollout_ref.actor
+    options = {"calculate_entropy": True, "compute_loss": False, "temperature": rollout.temperature}
+    trainer.runtime.actor_wg.compute_log_prob(_with_options(batch, **options))
+    names = ["old_log_probs", "entropy", "response_mask", "rollout_log_probs"]
+    data = tq.kv_batch_get(batch.keys, batch.partition_id, names, missing_ok=("rollout_log_probs",))
+    dense = {name: nested_to_padded(data[name]).float() for name in names if name in data.keys()}  # noqa: SIM118
+    mask = dense["response_mask"]
+    entropy = agg_loss(dense["entropy"], mask, actor.loss_agg_mode, loss_scale_factor=actor.loss_scale_factor)
+    metrics["actor/entropy"] = entropy.item()
+    if rollout.calculate_log_probs:
+        if "rollout_log_probs" not in dense:
+            raise ContractError(
+                "rollout.calculate_log_probs=true but some trajectory has no rollout_log_probs; "
+                "a custom agent loop must set response_logprobs on every output"
+            )
+        metrics.update(metric_utils.compute_log_prob_metrics(dense["old_log_probs"], dense["rollout_log_probs"], mask))
+    return batch
+
+
+def compute_ref_log_prob(trainer: PPOTrainer, batch: KVBatchMeta) -> KVBatchMeta:
+    """Writes `ref_log_prob`."""
+    options = {
+        "calculate_entropy": False,
+        "compute_loss": False,
+        "temperature": trainer.config.actor_rollout_ref.rollout.temperature,
+    }
+    trainer.runtime.ref_policy_wg.compute_ref_log_prob(_with_options(batch, **options))
+    return batch
+
+
+def compute_advantage(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
+    """Writes `advantages` and `returns`, and the data metrics of the batch."""
+    _refuse_a_step_without_rewards(batch)
+    names = ["response_mask", "rm_scores", *advantage.OPTIONAL_FIELDS]
+    data = tq.kv_batch_get(batch.keys, batch.partition_id, names, missing_ok=advantage.OPTIONAL_FIELDS)
+    dense = advantage.to_dense(data)
+    rewards = dense["rm_scores"]
+    algorithm = trainer.config.algorithm
+    if trainer.kl_controller is not None:
+        rewards, kl_metrics = advantage.apply_kl_penalty(dense, trainer.kl_controller, algorithm.kl_penalty)
+        metrics.update(kl_metrics)
+    advantages, returns = advantage.compute_advantage(batch.keys, rewards, dense, algorithm)
+    like = data["response_mask"]
+    written = {"advantages": advantage.to_jagged(advantages, like), "returns": advantage.to_jagged(returns, like)}
+    if trainer.kl_controller is not None:
+        written["token_level_rewards"] = advantage.to_jagged(rewards, like)
+    tq.kv_batch_put(batch.keys, batch.partition_id, fields=tu.get_tensordict(written))
+
+    rows = real_rows(batch)
+    select = torch.tensor(rows)
+    dense |= {"advantages": advantages, "returns": returns}
+    tags = [batch.tags[row] for row in rows]
+    limits = (trainer.config.data.max_prompt_length, trainer.config.data.max_response_length)
+    shown = {name: value[select] for name, value in dense.items()}
+    metrics.update(metric_utils.compute_data_metrics(shown, rewards[select], tags, limits))
+    metrics.update(metric_utils.compute_version_metrics(tags, trainer.global_steps))
+    return batch
+
+
+def _refuse_a_step_without_rewards(batch: KVBatchMeta) -> None:
+    """A step in which every sample is masked would train on nothing, step after step: stop and say why."""
+    tags = [batch.tags[row] for row in real_rows(batch)]
+    reasons = [tag.get("invalid") for tag in tags]
+    if all(reasons):
+        raise RewardError(
+            f"All {len(reasons)} samples of this step have an invalid reward. First reason: {reasons[0]}. Check "
+            "reward.custom_reward_function and the data_source column; reward.timeout_s bounds each call."
+        )
+
+
+def update_actor(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> None:
+    """One pass (or `ppo_epochs`) of mini-batch updates over the batch."""
+    actor = trainer.config.actor_rollout_ref.actor
+    rollout = trainer.config.actor_rollout_ref.rollout
+    rows = actor.ppo_mini_batch_size * rollout.n
+    output = trainer.runtime.actor_wg.update_actor(
+        _with_options(
+            batch,
+            calculate_entropy=bool(actor.calculate_entropy or actor.entropy_coeff != 0),
+            global_batch_size=rows,
+            mini_batch_size=rows,
+            epochs=actor.ppo_epochs,
+            seed=actor.data_loader_seed,
+            dataloader_kwargs={"shuffle": bool(actor.shuffle)},
+            temperature=rollout.temperature,
+        )
+    )
+    merge_worker_metrics(metrics, tu.get(output, "metrics"), "actor")
+    trainer.feed.mark_trained(batch)
+
+
+def merge_worker_metrics(metrics: Metrics, reported: dict[str, Any], prefix: str) -> None:
+    """Worker metrics under `{prefix}/`; `mfu` goes to `perf/mfu/{prefix}`."""
+    for name, value in reported.items():
+        name = name if name.startswith(f"{prefix}/") else f"{prefix}/{name}"
+        if name in (f"{prefix}/mfu", f"{prefix}/perf/mfu"):
+            name = f"perf/mfu/{prefix}"
+        merged: dict[str, Metric] = {}
+        for item in value if isinstance(value, list) else [value]:
+            merge_metrics(merged, {name: item})
+        metrics.update(merged)
+
+
+def compute_step_metrics(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics, timing: dict[str, float]) -> None:
+    """What is known once the step is over: progress, turns, timing and throughput."""
+    rows = real_rows(batch)
+    data = tq.kv_batch_get([batch.keys[row] for row in rows], batch.partition_id, ["num_turns"])
+    metrics.update(metric_utils.spread("training/num_turns", torch.as_tensor(tu.get(data, "num_turns"))))
+    response_tokens = sum(int(batch.tags[row]["response_len"]) for row in rows)
+    all_tokens = sum(int(tag["seq_len"]) for tag in batch.tags)
+    metrics.update(metric_utils.compute_timing_metrics(timing, response_tokens, all_tokens))
+    metrics.update(metric_utils.compute_throughput_metrics(timing, all_tokens, trainer.runtime.n_devices))
+    metrics["training/global_step"] = trainer.global_steps
+    metrics["training/epoch"] = trainer.feed.epoch_of(trainer.global_steps)

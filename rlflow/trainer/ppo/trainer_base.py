@@ -1,0 +1,243 @@
+"""The loop of a PPO-style run.
+
+    sample -> balance -> old log-probs -> [reference log-probs] -> advantage -> update actor -> weight sync
+
+`PPOTrainer` holds no model and, outside the advantage, no tensors of the batch: a batch is a `KVBatchMeta` (keys and
+tags), its fields live in the TransferQueue, and worker groups read and write them by name. The three modes (sync,
+colocate_async, separate_async) differ only in the `on_*` hooks.
+
+Invariants
+    - Every stage returns the meta of the same rows in the same order.
+    - Rollout weights have version k while step k + 1 samples (sync).
+    - After a step its rows are gone from the TransferQueue.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import rlflow.transfer_queue as tq
+from rlflow.observe.tracking import Tracking
+from rlflow.trainer.ppo import batching, stages
+from rlflow.trainer.ppo.checkpointing import load_trainer_checkpoint, save_trainer_checkpoint
+from rlflow.trainer.ppo.core_algos import get_kl_controller
+from rlflow.trainer.ppo.dumps import DumpWriter
+from rlflow.trainer.ppo.feed import PromptFeed
+from rlflow.trainer.ppo.metric_utils import marked_timer
+from rlflow.trainer.ppo.replay_buffer import ReplayBuffer
+from rlflow.trainer.ppo.runtime import Runtime, build_runtime
+from rlflow.trainer.ppo.utils import need_reference_policy
+from rlflow.trainer.ppo.validation import validate
+from rlflow.transfer_queue import KVBatchMeta
+from rlflow.utils.import_utils import load_extern_object
+from rlflow.utils.metric import reduce_metrics
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, Any]
+TrainerType = TypeVar("TrainerType", bound="type[PPOTrainer]")
+
+_TRAINERS: dict[str, type[PPOTrainer]] = {}
+
+
+def register_trainer(name: str) -> Callable[[TrainerType], TrainerType]:
+    """Class decorator: make a trainer selectable by `trainer.v1.trainer_mode`."""
+
+    def decorator(cls: TrainerType) -> TrainerType:
+        if not (isinstance(cls, type) and issubclass(cls, PPOTrainer)):
+            raise TypeError(f"{cls!r} is not a subclass of PPOTrainer")
+        if _TRAINERS.get(name, cls) is not cls:
+            raise ValueError(f"trainer {name!r} is already {_TRAINERS[name].__qualname__}")
+        _TRAINERS[name] = cls
+        return cls
+
+    return decorator
+
+
+def get_trainer_cls(name: str) -> type[PPOTrainer]:
+    """The trainer of that mode; ValueError lists the modes there are."""
+    from rlflow.trainer.ppo import trainer_sync  # noqa: F401 - registers itself
+
+    if name not in _TRAINERS:
+        raise ValueError(f"no trainer mode {name!r}; there is {', '.join(sorted(_TRAINERS))}")
+    return _TRAINERS[name]
+
+
+class PPOTrainer(ABC):  # noqa: B024
+    """Drives one RL run; see the module's picture. `init()` builds the processes, `fit()` trains."""
+
+    runtime: Runtime
+    feed: PromptFeed
+    agent_loop_manager: Any
+    logger: Tracking | None = None
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.use_reference_policy = need_reference_policy(config)
+        algorithm = config.algorithm
+        self.kl_controller = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
+        self.replay_buffer = self._build_replay_buffer()
+        self.global_steps = 0
+        self.on_progress: Callable[[int, int], None] | None = None
+
+    # ----- set-up -------------------------------------------------------------------------------------------------
+
+    def init(self) -> None:
+        """Build data, processes and servers, resume from a checkpoint, give the servers their first weights."""
+        self.feed = PromptFeed(self.config)
+        self.runtime = build_runtime(self.config, self.feed.total_training_steps)
+        self.dumps = DumpWriter(self.runtime.tokenizer)
+        self.runtime.checkpoint_manager.sleep_replicas()
+        self.global_steps = load_trainer_checkpoint(self)
+        self.on_init_end()
+
+    def get_llm_client(self) -> Any:
+        """The client agent loops generate with."""
+        return self.runtime.server_manager.get_client()
+
+    def get_teacher_client(self) -> Any:
+        """Clients of teacher models; this trainer has none."""
+        return
+
+    def get_reward_handles(self) -> Any:
+        """Reward workers that score sessions while they are produced."""
+        return self.runtime.reward_manager.reward_loop_worker_handles
+
+    def _build_replay_buffer(self) -> ReplayBuffer:
+        sampler = self.config.trainer.v1.sampler
+        mode = self.config.trainer.v1.trainer_mode
+        kwargs = {
+            "trainer_mode": mode,
+            "trainer_config": self.config.trainer.v1.get(mode),
+            "max_off_policy_threshold": 8,
+            "max_off_policy_strategy": "drop",
+            "sampler_kwargs": dict(sampler.sampler_kwargs),
+            "refill_fn": None,
+        }
+        if sampler.custom_sampler.path and sampler.custom_sampler.name:
+            return load_extern_object(sampler.custom_sampler.path, sampler.custom_sampler.name)(**kwargs)
+        return ReplayBuffer(
+            **kwargs,
+            stall_timeout_s=self.config.trainer.stall_timeout_s,
+            describe_stall=lambda: self.agent_loop_manager.describe_running(),
+            on_progress=lambda done, total: self.on_progress(done, total) if self.on_progress else None,
+        )
+
+    # ----- hooks of the modes ---------------------------------------------------------------------------------------
+
+    def on_init_end(self) -> None:
+        """After set-up and resume, before anything is generated."""
+
+    def on_train_begin(self) -> None:
+        """Before the first step."""
+
+    def on_train_end(self) -> None:
+        """After the last step."""
+
+    def on_validate_begin(self) -> None:
+        """Before a validation."""
+
+    def on_validate_end(self) -> None:
+        """After a validation."""
+
+    def on_step_begin(self) -> None:
+        """Before a step."""
+
+    @abstractmethod
+    def on_step_end(self, metrics: Metrics, timing: dict[str, float]) -> None:
+        """After a step (and its checkpoint): where weights reach the rollout servers."""
+
+    def on_sample_begin(self) -> None:
+        """Before waiting for trajectories."""
+
+    @abstractmethod
+    def on_sample_end(self) -> None:
+        """When the batch is complete: where servers make room for training."""
+
+    # ----- the loop -------------------------------------------------------------------------------------------------
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Train until `total_training_steps`; validation, checkpoints and trackers on the way."""
+        self.agent_loop_manager = agent_loop_manager
+        trainer = self.config.trainer
+        self.logger = Tracking.from_config(self.config)
+        if trainer.val_before_train:
+            self.logger.log(self._validate(), step=self.global_steps)
+            if trainer.val_only:
+                return
+        self.on_train_begin()
+        while self.global_steps < self.feed.total_training_steps:
+            self.global_steps += 1
+            self._fit_step()
+        self.on_train_end()
+        self.dumps.flush()
+
+    def _fit_step(self) -> None:
+        trainer = self.config.trainer
+        last = self.global_steps >= self.feed.total_training_steps
+        metrics: Metrics = {}
+        timing: dict[str, float] = {}
+        with marked_timer("step", timing):
+            self.on_step_begin()
+            batch = self.step(metrics, timing)
+            if trainer.save_freq > 0 and (last or self.global_steps % trainer.save_freq == 0):
+                with marked_timer("save_checkpoint", timing):
+                    save_trainer_checkpoint(self)
+            self.on_step_end(metrics, timing)
+        if trainer.test_freq > 0 and (last or self.global_steps % trainer.test_freq == 0):
+            with marked_timer("testing", timing):
+                metrics.update(self._validate())
+        stages.compute_step_metrics(self, batch, metrics, timing)
+        if trainer.rollout_data_dir:
+            self.dumps.write_training(trainer.rollout_data_dir, self.global_steps, batch)
+        tq.kv_clear(batch.keys, batch.partition_id)
+        assert self.logger is not None
+        self.logger.log(reduce_metrics(metrics), step=self.global_steps)
+
+    def step(self, metrics: Metrics, timing: dict[str, float]) -> KVBatchMeta:
+        """Submit one batch of prompts and train on it."""
+        self._submit(self.feed.next_train_batch(self.global_steps))
+        return self._step_once(metrics, timing, self.config.data.train_batch_size)
+
+    def _step_once(self, metrics: Metrics, timing: dict[str, float], prompts: int) -> KVBatchMeta:
+        with marked_timer("gen", timing):
+            self.on_sample_begin()
+            batch, sampling = self.replay_buffer.sample(self.global_steps, "train", prompts)
+            metrics.update(sampling)
+            self.on_sample_end()
+        batch = self._balance_batch(batch, metrics)
+        with marked_timer("old_log_prob", timing):
+            batch = stages.compute_old_log_prob(self, batch, metrics)
+        if self.use_reference_policy:
+            with marked_timer("ref", timing):
+                batch = stages.compute_ref_log_prob(self, batch)
+        with marked_timer("adv", timing):
+            batch = stages.compute_advantage(self, batch, metrics)
+        if self.config.trainer.critic_warmup <= self.global_steps:
+            with marked_timer("update_actor", timing):
+                stages.update_actor(self, batch, metrics)
+        return batch
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
+        mini_rows = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        multiple = batching.required_multiple(self.runtime.dp_size, mini_rows)
+        batch = batching.pad_batch(batch, multiple, self.runtime.eos_token_id, self.global_steps)
+        return batching.balance(batch, self.runtime.dp_size, metrics)
+
+    def _submit(self, batch: Any) -> None:
+        """Write the prompts' markers, then hand the prompts to the agent loops (returns after dispatch)."""
+        uids = self.feed.uids(batch)
+        partition = self.feed.partition(batch)
+        marker = {"is_prompt": True, "status": "pending", "global_steps": self.global_steps}
+        tq.kv_batch_put(uids, partition, tags=[dict(marker) for _ in uids])
+        self.agent_loop_manager.generate_sequences(batch)
+
+    def _validate(self) -> Metrics:
+        self.on_validate_begin()
+        try:
+            return validate(self)
+        finally:
+            self.on_validate_end()

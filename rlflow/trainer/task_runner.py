@@ -1,0 +1,107 @@
+"""The controller process: one Ray actor that owns the TransferQueue and drives the trainer.
+
+It holds no model. Whatever happens, the trackers are finished with an exit code and the TransferQueue is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from rlflow.observe.feed import EventFeed, install_feed
+from rlflow.utils.import_utils import import_external_libs, load_class_from_fqn
+
+logger = logging.getLogger(__name__)
+
+
+class TaskRunner:
+    """Builds the trainer named by `trainer.v1.trainer_mode` and runs it to the end.
+
+    `run` occupies one thread of the actor, `events` answers the launcher from another (max_concurrency > 1).
+    """
+
+    def __init__(self) -> None:
+        self.config: Any = None
+        self.trainer: Any = None
+        self.agent_loop_manager: Any = None
+        self.feed = EventFeed()
+
+    def events(self, after: int, timeout_s: float) -> tuple[int, list[dict[str, Any]]]:
+        """Events for the user's terminal; see `EventFeed.after`."""
+        return self.feed.after(after, timeout_s)
+
+    def run(self, config: Any) -> dict[str, Any]:
+        """Train. Returns `{"global_steps": ...}`; raises what stopped the run."""
+        from omegaconf import OmegaConf, open_dict
+
+        import rlflow.transfer_queue as tq
+        from rlflow.trainer.ppo.trainer_base import get_trainer_cls
+
+        configure_logging()
+        install_feed(self.feed)
+        import_external_libs(config.actor_rollout_ref.model.external_lib)
+        trainer_cls = get_trainer_cls(config.trainer.v1.trainer_mode)
+        with open_dict(config):
+            config.transfer_queue.enable = True
+        logger.debug("configuration:\n%s", OmegaConf.to_yaml(config))
+        OmegaConf.resolve(config)
+        self.config = config
+        tq.init(config.transfer_queue)
+        exit_code = 1
+        try:
+            self.trainer = trainer_cls(config=config)
+            self.trainer.on_progress = self._progress
+            self.trainer.init()
+            self.init_agent_loop_manager()
+            self.trainer.fit(self.agent_loop_manager)
+            exit_code = 0
+            return {"global_steps": self.trainer.global_steps}
+        finally:
+            try:
+                if self.trainer is not None and self.trainer.logger is not None:
+                    self.trainer.logger.finish(exit_code=exit_code)
+            finally:
+                self._shutdown()
+                tq.close()
+                self.feed.close()
+
+    def init_agent_loop_manager(self) -> None:
+        """The built-in manager, or the class named by `rollout.agent.agent_loop_manager_class`."""
+        from rlflow.agent_loop import AgentLoopManagerTQ
+
+        fqn = self.config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+        manager_cls = load_class_from_fqn(fqn, "agent_loop_manager_class") if fqn else AgentLoopManagerTQ
+        self.agent_loop_manager = manager_cls.create(
+            config=self.config,
+            llm_client=self.trainer.get_llm_client(),
+            teacher_client=self.trainer.get_teacher_client(),
+            reward_loop_worker_handles=self.trainer.get_reward_handles(),
+        )
+
+    def _progress(self, done: int, total: int) -> None:
+        text = f"step {self.trainer.global_steps}: prompts answered"
+        self.feed.publish({"type": "progress", "text": text, "done": done, "total": total})
+
+    def _shutdown(self) -> None:
+        """End what this run started, so that a shared Ray cluster keeps no process of it."""
+        runtime = getattr(self.trainer, "runtime", None)
+        parts = [self.agent_loop_manager]
+        if runtime is not None:
+            parts += [runtime.server_manager, runtime.reward_manager, runtime.actor_wg]
+        for part in parts:
+            close = getattr(part, "shutdown", None)
+            if close is None:
+                continue
+            try:
+                close()
+            except Exception:  # noqa: BLE001 - the run's own result or error must not be replaced by a failed clean-up
+                logger.warning("shutting down %s failed", type(part).__name__, exc_info=True)
+
+
+def configure_logging() -> None:
+    """Log lines of this process go to stderr, which Ray forwards to the launcher; level from RLFLOW_LOGGING_LEVEL."""
+    level = os.environ.get("RLFLOW_LOGGING_LEVEL") or os.environ.get("VERL_LOGGING_LEVEL") or "WARNING"
+    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("rlflow").setLevel(level.upper())
