@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from rlflow.data import create_rl_dataset, create_train_loader, iterate_validation
-from rlflow.transfer_queue import KVBatchMeta
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import DataError
 from rlflow.utils.tokenizer import hf_tokenizer
@@ -60,11 +59,8 @@ class PromptFeed:
             named = [{**row, "uid": f"v{step}r{row['row']}a0"} for row in rows]
             yield self._to_batch(named, step, validate=True)
 
-    def mark_trained(self, batch: KVBatchMeta) -> None:
-        """Move the frontier past the prompts of this batch."""
-        uids = {
-            key.rsplit("_", 2)[0] for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")
-        }
+    def mark_trained(self, uids: list[str]) -> None:
+        """Move the frontier past these prompts."""
         self.loader.mark_trained(uids)
 
     def epoch_of(self, step: int) -> int:
@@ -74,7 +70,9 @@ class PromptFeed:
     @staticmethod
     def uids(batch: Any) -> list[str]:
         """Names of the prompts of a batch."""
-        return list(tu.get(batch, "uid"))
+        uids = tu.get(batch, "uid")
+        # TensorDict folds a column of equal objects (one row) into the object.
+        return [uids] if isinstance(uids, str) else list(uids)
 
     @staticmethod
     def partition(batch: Any) -> str:

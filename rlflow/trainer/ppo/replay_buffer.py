@@ -13,6 +13,7 @@ Lifecycle of a prompt marker:  pending -> running -> finished | failure -> (samp
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,11 @@ def session_of(key: str) -> tuple[str, int, int]:
     """(uid, session, index) of a trajectory key."""
     uid, session, index = key.rsplit("_", 2)
     return uid, int(session), int(index)
+
+
+def natural_order(uid: str) -> list[tuple[int, str]]:
+    """Sort key in which `e0r10a0` comes after `e0r9a0`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", uid) if part]
 
 
 class PartitionView:
@@ -145,8 +151,8 @@ class ReplayBuffer:
                 raise DeadlineError(self._stall_report(view, global_steps, partition_id, batch_size, quiet, running))
 
     def _ended(self, view: PartitionView) -> list[str]:
-        """Ended prompts, oldest submission first; equal steps keep the order of submission."""
-        ended = []
+        """Ended prompts, oldest submission first; equal steps in the order of their names."""
+        ended: list[tuple[int, list[tuple[int, str]], str]] = []
         for uid, tag in view.markers().items():
             if tag.get("status") not in STATUSES:
                 raise ContractError(
@@ -154,7 +160,7 @@ class ReplayBuffer:
                     "manager must write one of these."
                 )
             if tag["status"] in ("finished", "failure"):
-                ended.append((tag.get("global_steps", 0), len(ended), uid))
+                ended.append((tag.get("global_steps", 0), natural_order(uid), uid))
         return [uid for _, _, uid in sorted(ended)]
 
     @staticmethod

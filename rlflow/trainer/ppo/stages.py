@@ -123,7 +123,6 @@ def update_actor(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> N
         )
     )
     merge_worker_metrics(metrics, tu.get(output, "metrics"), "actor")
-    trainer.feed.mark_trained(batch)
 
 
 def merge_worker_metrics(metrics: Metrics, reported: dict[str, Any], prefix: str) -> None:

@@ -122,9 +122,22 @@ class PPOTrainer(ABC):  # noqa: B024
         return ReplayBuffer(
             **kwargs,
             stall_timeout_s=self.config.trainer.stall_timeout_s,
-            describe_stall=lambda: self.agent_loop_manager.describe_running(),
+            describe_stall=self._describe_running,
             on_progress=lambda done, total: self.on_progress(done, total) if self.on_progress else None,
         )
+
+    def _describe_running(self) -> list[str]:
+        """Lines for a stall report; raises when no agent-loop worker is left."""
+        status = getattr(self.agent_loop_manager, "status", None)
+        if status is None:
+            return []
+        report = status()
+        lines = [
+            f"running: {item['uid']}, session {item['session']}, on agent worker {item['worker']}, "
+            f"{item['phase']} for {item['phase_s']:.0f} s (age {item['age_s']:.0f} s)"
+            for item in report["running"]
+        ]
+        return lines + [f"worker {w['index']}: {w['problem']}" for w in report["workers"] if w["problem"]]
 
     # ----- hooks of the modes ---------------------------------------------------------------------------------------
 
@@ -199,8 +212,12 @@ class PPOTrainer(ABC):  # noqa: B024
 
     def step(self, metrics: Metrics, timing: dict[str, float]) -> KVBatchMeta:
         """Submit one batch of prompts and train on it."""
-        self._submit(self.feed.next_train_batch(self.global_steps))
-        return self._step_once(metrics, timing, self.config.data.train_batch_size)
+        prompts = self.feed.next_train_batch(self.global_steps)
+        self._submit(prompts)
+        batch = self._step_once(metrics, timing, self.config.data.train_batch_size)
+        # Also a prompt all of whose sessions failed is behind the frontier now: it had its turn.
+        self.feed.mark_trained(self.feed.uids(prompts))
+        return batch
 
     def _step_once(self, metrics: Metrics, timing: dict[str, float], prompts: int) -> KVBatchMeta:
         with marked_timer("gen", timing):
@@ -210,15 +227,15 @@ class PPOTrainer(ABC):  # noqa: B024
             self.on_sample_end()
         batch = self._balance_batch(batch, metrics)
         with marked_timer("old_log_prob", timing):
-            batch = stages.compute_old_log_prob(self, batch, metrics)
+            batch = self._compute_old_log_prob(batch, metrics)
         if self.use_reference_policy:
             with marked_timer("ref", timing):
-                batch = stages.compute_ref_log_prob(self, batch)
+                batch = self._compute_ref_log_prob(batch, metrics)
         with marked_timer("adv", timing):
-            batch = stages.compute_advantage(self, batch, metrics)
+            batch = self._compute_advantage(batch, metrics)
         if self.config.trainer.critic_warmup <= self.global_steps:
             with marked_timer("update_actor", timing):
-                stages.update_actor(self, batch, metrics)
+                self._update_actor(batch, metrics)
         return batch
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
@@ -226,6 +243,18 @@ class PPOTrainer(ABC):  # noqa: B024
         multiple = batching.required_multiple(self.runtime.dp_size, mini_rows)
         batch = batching.pad_batch(batch, multiple, self.runtime.eos_token_id, self.global_steps)
         return batching.balance(batch, self.runtime.dp_size, metrics)
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
+        return stages.compute_old_log_prob(self, batch, metrics)
+
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
+        return stages.compute_ref_log_prob(self, batch)
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
+        return stages.compute_advantage(self, batch, metrics)
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: Metrics) -> None:
+        stages.update_actor(self, batch, metrics)
 
     def _submit(self, batch: Any) -> None:
         """Write the prompts' markers, then hand the prompts to the agent loops (returns after dispatch)."""

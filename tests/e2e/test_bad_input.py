@@ -1,0 +1,96 @@
+"""Things that go wrong in a real run end it with a clear error, or mask the sample; no process stays behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlflow.utils.errors import RewardError
+
+REWARDS = {
+    "raises": "raise ValueError('the answer cannot be parsed')",
+    "hangs": "import time; time.sleep(3600)",
+    "returns_text": "return 'one point'",
+    "returns_nan": "return float('nan')",
+    "exits": "import os; os._exit(3)",
+}
+
+
+def custom_reward(folder: Path, body: str, only_index: int | None = None) -> str:
+    guard = f"    if extra_info['index'] != {only_index}:\n        return 1.0\n" if only_index is not None else ""
+    path = folder / "custom.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw):\n" + guard + f"    {body}\n"
+    )
+    return f"reward.custom_reward_function.path={path}"
+
+
+def rlflow_processes() -> set[int]:
+    found = set()
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if "rlflow.reward_loop.child" in line or "ray::TaskRunner" in line or "ray::" in line and "rlflow" in line:
+            found.add(process.info["pid"])
+    return found
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["raises", "hangs"])
+def test_a_reward_that_fails_for_one_prompt_masks_its_samples_and_training_goes_on(
+    kind: str,
+    run_trainer: Callable[..., Any],
+    tiny_overrides: list[str],
+    tmp_path: Path,
+    read_metrics: Callable[[], list[dict[str, Any]]],
+) -> None:
+    run_trainer(
+        [
+            *tiny_overrides,
+            custom_reward(tmp_path, REWARDS[kind], only_index=0),
+            "data.train_batch_size=8",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "trainer.total_training_steps=1",
+            "reward.timeout_s=1",
+        ]
+    )
+    [line] = read_metrics()
+    assert line["data"]["training/reward/invalid"] == 3, "the three sessions of one prompt"
+    assert line["data"]["critic/score/mean"] == 1.0, "the others all scored 1; an invalid one is no 0"
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["returns_text", "exits"])
+def test_a_reward_that_never_works_ends_the_run_with_its_reason(
+    kind: str, run_trainer: Callable[..., Any], tiny_overrides: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(RewardError, match="All 6 samples of this step have an invalid reward"):
+        run_trainer([*tiny_overrides, custom_reward(tmp_path, REWARDS[kind]), "reward.timeout_s=5"])
+
+
+@pytest.mark.timeout(200)
+def test_a_malformed_row_ends_the_command_with_file_and_row_and_leaves_no_process(
+    tmp_path: Path, tiny_overrides: list[str]
+) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "1+1"}], "data_source": "x"}, {"prompt": None, "data_source": "x"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "broken.parquet")
+    before = rlflow_processes()
+    result = subprocess.run(
+        [sys.executable, "-m", "rlflow.trainer.main_ppo", *tiny_overrides, f"data.train_files={tmp_path}/broken.parquet"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+    )
+    assert result.returncode == 1
+    assert "broken.parquet" in result.stderr and "row 1" in result.stderr
+    assert rlflow_processes() <= before
