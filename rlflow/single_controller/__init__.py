@@ -1,0 +1,1 @@
+"""Worker groups: the algorithm as plain calls, run by many processes."""
