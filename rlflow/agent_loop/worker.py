@@ -1,0 +1,205 @@
+"""An agent-loop worker: an actor without CPU of its own that runs the sessions of many prompts at once.
+
+Invariants
+    - A prompt's marker goes running -> finished | failure, and the last step is written only after all its sessions
+      settled, so that a sampler that sees it finds every row the prompt will ever have.
+    - A session either writes all its rows in one put or none. Its failure names uid, session and reason, in the log
+      and in the marker's tag (`failed_sessions`, `failed`).
+    - Every session ends by `rollout.agent.session_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from rlflow import transfer_queue as tq
+from rlflow.agent_loop.base import AgentLoopBase, DictConfigWrap, ToolListWrap
+from rlflow.agent_loop.output import AgentLoopOutput
+from rlflow.agent_loop.registry import LoopTable
+from rlflow.agent_loop.rows import build_rows
+from rlflow.agent_loop.scoring import RewardClient
+from rlflow.agent_loop.session import Session, SessionClient, within_deadline
+from rlflow.agent_loop.settings import TRAIN, VAL, AgentLoopSettings
+from rlflow.agent_loop.template_cache import TemplateCache
+from rlflow.reward_loop.result import one_line
+from rlflow.utils.errors import ContractError, DataError
+from rlflow.utils.import_utils import import_external_libs
+from rlflow.utils.tokenizer import policy_tokenizer
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+# Columns that steer this worker; loops and scorers do not see them.
+CONTROL_COLUMNS = ("agent_name", "__rollout_n__", "__do_sample__")
+
+
+class AgentLoopWorkerTQ:
+    """Ray actor class (made one by `AgentLoopManagerTQ`).
+
+    Args:
+        config: the whole resolved config.
+        llm_client: client of the rollout servers; its `generate` is awaited.
+        teacher_client: kept for distillation; must be None.
+        reward_loop_worker_handles: who scores; None or empty: only loops that set `reward_score` get scores.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        llm_client: Any,
+        teacher_client: Any = None,
+        reward_loop_worker_handles: Sequence[Any] | None = None,
+    ) -> None:
+        from omegaconf import OmegaConf
+
+        from rlflow.data import get_dataset_class
+
+        if teacher_client is not None:
+            raise ContractError("this version has no distillation; teacher_client must be None")
+        namespace = OmegaConf.select(config, "transfer_queue.namespace")
+        if namespace:  # without one, the first call attaches to the table of the default namespace
+            tq.init({"namespace": namespace})
+        self._config = config
+        self._client = llm_client
+        self._settings = AgentLoopSettings.from_config(config)
+        self._tokenizer = policy_tokenizer(config)
+        import_external_libs(OmegaConf.select(config, "actor_rollout_ref.model.external_lib"))
+        self._loops = LoopTable(self._settings.rollout.agent.agent_loop_config_path)
+        self._loops.get(self._settings.rollout.agent.default_agent_loop)
+        self._rewards = RewardClient(reward_loop_worker_handles or (), self._tokenizer)
+        self._dataset_cls = get_dataset_class(OmegaConf.select(config, "data") or {})
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._sessions: dict[str, Session] = {}
+        self._life = uuid.uuid4().hex
+        self._counts = {"prompts_done": 0, "sessions_failed": 0, "prompts_cut": 0}
+
+    async def submit(self, rows: list[Row], global_steps: int, validate: bool) -> None:
+        """Start the sessions of these prompts and return; results go to the TransferQueue.
+
+        Args:
+            rows: dataset columns of each prompt, `uid` among them.
+            global_steps: the step that submits them.
+            validate: partition and sampling of validation.
+        """
+        for row in rows:
+            uid = str(row["uid"])
+            if uid in self._tasks:
+                logger.warning("prompt %s is running here already; the second submission is ignored", uid)
+                continue
+            task = asyncio.create_task(self._run_prompt(uid, row, global_steps, validate), name=f"prompt {uid}")
+            self._tasks[uid] = task
+            task.add_done_callback(partial(self._forget, uid))
+
+    async def report(self) -> dict[str, Any]:
+        """Heartbeat: this life of the actor, its prompts, its sessions oldest first, its counters."""
+        sessions = sorted((session.report() for session in self._sessions.values()), key=lambda item: -item["age_s"])
+        return {"life": self._life, "uids": list(self._tasks), "sessions": sessions, **self._counts}
+
+    def _forget(self, uid: str, _: asyncio.Task[None]) -> None:
+        self._tasks.pop(uid, None)
+
+    async def _run_prompt(self, uid: str, row: Row, global_steps: int, validate: bool) -> None:
+        partition = VAL if validate else TRAIN
+        failures: list[BaseException] = []
+        try:
+            await tq.async_kv_put(uid, partition, tag={"status": "running"})
+            cache = TemplateCache(uid)
+            n = self._settings.sessions(row, validate)
+            if n < 1:
+                raise DataError(f"prompt {uid} asks for {n} sessions; __rollout_n__ must be at least 1")
+            results = await asyncio.gather(
+                *(self._run_session(uid, i, row, global_steps, validate, cache) for i in range(n)),
+                return_exceptions=True,
+            )
+            failures = [result for result in results if isinstance(result, BaseException)]
+            self._counts["prompts_cut"] += cache.tokens_cut > 0
+        except Exception as error:  # noqa: BLE001 -- whatever happens, the marker must leave `running`
+            logger.exception("prompt %s failed", uid)
+            failures = [error]
+        tag: dict[str, Any] = {"status": "finished"}
+        if failures:
+            reason = one_line(f"{type(failures[0]).__name__}: {failures[0]}")
+            tag = {"status": "failure", "failed_sessions": len(failures), "failed": reason}
+        self._counts["prompts_done"] += 1
+        self._counts["sessions_failed"] += len(failures)
+        try:
+            await tq.async_kv_put(uid, partition, tag=tag)
+        except Exception:  # noqa: BLE001 -- a background task; the log is the only place left to tell
+            logger.exception("the marker of prompt %s could not be set to %s", uid, tag["status"])
+
+    async def _run_session(
+        self, uid: str, session_id: int, row: Row, global_steps: int, validate: bool, cache: TemplateCache
+    ) -> None:
+        session = Session(uid, session_id)
+        self._sessions[session.name] = session
+        work = self._unfold(session, row, global_steps, validate, cache)
+        try:
+            await within_deadline(work, session, self._settings.rollout.agent.session_timeout_s)
+        except Exception:
+            logger.exception("session %d of prompt %s failed in %r", session_id, uid, session.phase)
+            raise
+        finally:
+            del self._sessions[session.name]
+
+    async def _unfold(
+        self, session: Session, row: Row, global_steps: int, validate: bool, cache: TemplateCache
+    ) -> None:
+        """One session from prompt to stored rows."""
+        columns = {name: value for name, value in row.items() if name not in CONTROL_COLUMNS}
+        name = row.get("agent_name") or self._settings.rollout.agent.default_agent_loop
+        loop = self._make_loop(name, session, cache)
+        session.enter("loop")
+        result = await loop.run(
+            self._settings.sampling_params(row, validate),
+            **{**columns, "uid": session.uid, "session_id": session.session_id, "global_steps": global_steps},
+        )
+        outputs = self._checked(result, name, session)
+        if not outputs:
+            logger.warning("session %d of prompt %s ended without a row", session.session_id, session.uid)
+            return
+        session.enter("reward")
+        invalid = await self._rewards.score_session(outputs, columns, session)
+        session.enter("store")
+        stored = build_rows(
+            outputs,
+            row=columns,
+            session=session,
+            global_steps=global_steps,
+            with_log_probs=self._settings.rollout.calculate_log_probs,
+            with_scores=bool(self._rewards) or outputs[-1].reward_score is not None,
+            invalid=invalid,
+        )
+        if not session.abandoned:
+            partition = VAL if validate else TRAIN
+            await tq.async_kv_batch_put(stored.keys, partition, fields=stored.fields, tags=stored.tags)
+
+    def _make_loop(self, name: str, session: Session, cache: TemplateCache) -> AgentLoopBase:
+        spec = self._loops.get(name)
+        loop = spec.cls(
+            trainer_config=DictConfigWrap(self._config),
+            server_manager=SessionClient(self._client, session, self._settings.rollout.seed),
+            tokenizer=self._tokenizer,
+            processor=None,
+            dataset_cls=self._dataset_cls,
+            data_config=DictConfigWrap(self._config.data),
+            tools=ToolListWrap([]),
+            **spec.kwargs,
+        )
+        loop.template_cache = cache
+        return loop
+
+    def _checked(self, result: Any, name: str, session: Session) -> list[AgentLoopOutput]:
+        outputs = [] if result is None else [result] if isinstance(result, AgentLoopOutput) else list(result)
+        for output in outputs:
+            if not isinstance(output, AgentLoopOutput):
+                raise ContractError(
+                    f"agent loop {name} returned a {type(output).__name__} for session {session.name}; expected "
+                    "AgentLoopOutput, a list of them, or None"
+                )
+            output.check(self._settings.rollout.response_length, name)
+        return outputs
