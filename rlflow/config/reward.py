@@ -46,6 +46,7 @@ class RewardConfig(BaseConfig):
     """Rule rewards. `timeout_s`: seconds one scorer call may take; then its process is killed and the sample masked."""
 
     num_workers: int = 8
+    processes_per_worker: int = 2
     timeout_s: float = 30.0
     custom_reward_function: CustomFunctionConfig = field(default_factory=CustomFunctionConfig)
     reward_manager: RewardManagerConfig = field(default_factory=RewardManagerConfig)

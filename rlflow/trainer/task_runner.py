@@ -89,7 +89,7 @@ class TaskRunner:
         runtime = getattr(self.trainer, "runtime", None)
         parts = [self.agent_loop_manager]
         if runtime is not None:
-            parts += [runtime.server_manager, runtime.reward_manager, runtime.actor_wg]
+            parts += [runtime.server_manager, runtime.reward_manager, runtime.actor_wg, runtime.pools]
         for part in parts:
             close = getattr(part, "shutdown", None)
             if close is None:

@@ -15,7 +15,7 @@ import numpy as np
 from rlflow.data import create_rl_dataset, create_train_loader, iterate_validation
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import DataError
-from rlflow.utils.tokenizer import hf_tokenizer
+from rlflow.utils.tokenizer import policy_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,8 @@ class PromptFeed:
 
     def __init__(self, config: Any) -> None:
         data = config.data
-        model = config.actor_rollout_ref.model
         self.config = config
-        tokenizer = hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = policy_tokenizer(config)
         self.train_dataset = create_rl_dataset(
             data.train_files, data, tokenizer, None, is_train=True, max_samples=data.train_max_samples
         )

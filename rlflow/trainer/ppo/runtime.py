@@ -21,7 +21,7 @@ from rlflow.single_controller.ray import (
     create_colocated_worker_cls,
 )
 from rlflow.trainer.ppo.utils import Role, need_reference_policy
-from rlflow.utils.tokenizer import hf_tokenizer
+from rlflow.utils.tokenizer import policy_tokenizer
 from rlflow.workers.rollout import LLMServerManager
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class Runtime:
     reward_manager: Any
     server_manager: Any
     checkpoint_manager: Any
+    pools: ResourcePoolManager
     n_devices: int
     dp_size: int
 
@@ -52,15 +53,17 @@ def build_runtime(config: Any, total_training_steps: int) -> Runtime:
 
     `total_training_steps` becomes the horizon of the LR schedule.
     """
-    trainer, model = config.trainer, config.actor_rollout_ref.model
+    trainer = config.trainer
     with open_dict(config):
         config.actor_rollout_ref.actor.optim.total_training_steps = total_training_steps
     needs_ref = need_reference_policy(config)
     role = Role.ActorRolloutRef if needs_ref else Role.ActorRollout
     pools = ResourcePoolManager(
-        resource_pool_spec={"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}, mapping={role: "global_pool"}
+        resource_pool_spec={"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes},
+        mapping={role: "global_pool"},
+        device_name=trainer.device,
     )
-    pools.create_resource_pool(device_name=trainer.device)
+    pools.create_resource_pool()
     actor_wg = _worker_group(config, role, pools.get_resource_pool(role))
     actor_wg.init_model()
     reward_manager = RewardLoopManager(config)
@@ -70,12 +73,13 @@ def build_runtime(config: Any, total_training_steps: int) -> Runtime:
     )
     n_devices = trainer.n_gpus_per_node * trainer.nnodes
     return Runtime(
-        tokenizer=hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code),
+        tokenizer=policy_tokenizer(config),
         actor_wg=actor_wg,
         ref_policy_wg=actor_wg if needs_ref else None,
         reward_manager=reward_manager,
         server_manager=server_manager,
         checkpoint_manager=checkpoint_manager,
+        pools=pools,
         n_devices=n_devices,
         # The FSDP engine is data parallel over every rank.
         dp_size=n_devices,
