@@ -87,7 +87,7 @@ def to_row(entry: dict[str, Any], suffix: str, split: str, index: int, args: arg
         # As text: metadata differs from row to row, and a parquet column has one type.
         "entry": json.dumps({"question": question, "answer": answer, "metadata": entry["metadata"]}, default=str),
     }
-    return make_row(f"reasoning_gym/{args.task}", f"{question} {suffix}", "reasoning", answer, extra)
+    return make_row(f"reasoning_gym/{args.task}", f"{question}\n{suffix}", "reasoning", answer, extra)
 
 
 def make_splits(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
@@ -134,7 +134,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--set", type=key_value, action="append", default=[], metavar="KEY=VALUE", help="any task option"
     )
-    parser.add_argument("--suffix", action="append", default=None, help="text after the question; may be repeated")
+    parser.add_argument("--suffix", action="append", default=None, help="line after the question; may be repeated")
     parser.add_argument("--scorer", choices=sorted(DEFAULT_SUFFIX), default="score_answer")
     add_output_arguments(parser, "~/data/reasoning_gym")
     return parser.parse_args(argv)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlflow.data.collate import collate_fn
-    from rlflow.data.dataset import RLHFDataset, create_rl_dataset, get_dataset_class
+    from rlflow.data.dataset import PromptDataset, RLHFDataset, create_rl_dataset, get_dataset_class
     from rlflow.data.loader import PromptLoader, create_train_loader, iterate_validation
     from rlflow.data.sampler import EpochSampler, create_rl_sampler
     from rlflow.data.table import RowTable
 
 _HOMES = {
     "EpochSampler": "sampler",
+    "PromptDataset": "dataset",
     "PromptLoader": "loader",
     "RLHFDataset": "dataset",
     "RowTable": "table",
@@ -31,6 +32,7 @@ _HOMES = {
 }
 __all__ = [
     "EpochSampler",
+    "PromptDataset",
     "PromptLoader",
     "RLHFDataset",
     "RowTable",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,14 @@ logger = logging.getLogger(__name__)
 
 _TOKENIZE_BLOCK = 512
 _FILES_KEY = "data.train_files / data.val_files"
+
+
+class PromptDataset(Protocol):
+    """What loaders need of a dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int) -> Row: ...
 
 
 class RLHFDataset(Dataset):
@@ -208,7 +216,7 @@ def get_dataset_class(data_config: Any) -> type[Dataset]:
 
     Raises:
         ConfigError: path without name or the other way round, or the class cannot be loaded.
-        TypeError: the class is no `torch.utils.data.Dataset`.
+        TypeError: the class is no `torch.utils.data.Dataset`, or has no length.
     """
     custom = data_config.get("custom_cls") or {}
     path, name = custom.get("path"), custom.get("name")
@@ -222,6 +230,8 @@ def get_dataset_class(data_config: Any) -> type[Dataset]:
         raise ConfigError(f"data.custom_cls.path={path}, name={name}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Dataset)):
         raise TypeError(f"data.custom_cls {name} of {path} must be a subclass of torch.utils.data.Dataset")
+    if not hasattr(found, "__len__"):
+        raise TypeError(f"data.custom_cls {name} of {path} needs __len__: prompts are addressed by row, not streamed")
     return found
 
 
@@ -232,13 +242,13 @@ def create_rl_dataset(
     processor: Any = None,
     is_train: bool = True,
     max_samples: int = -1,
-) -> Dataset:
+) -> PromptDataset:
     """The dataset over `data_paths`, of the class that the config names; `is_train` only words the log line."""
     paths = [data_paths] if isinstance(data_paths, str) else list(data_paths)
-    dataset = get_dataset_class(data_config)(  # type: ignore[call-arg]
+    make: Any = get_dataset_class(data_config)
+    dataset: PromptDataset = make(
         data_files=paths, tokenizer=tokenizer, processor=processor, config=data_config, max_samples=max_samples
     )
     kind = "train" if is_train else "validation"
-    size = len(dataset)  # type: ignore[arg-type]  # a map-style dataset has a length
-    logger.info("%s: %d prompts from %s", kind, size, ", ".join(map(str, paths)))
+    logger.info("%s: %d prompts from %s", kind, len(dataset), ", ".join(map(str, paths)))
     return dataset

@@ -19,12 +19,15 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlflow.data.sampler import DEFAULT_SEED, EpochSampler, create_rl_sampler
 from rlflow.utils.errors import ContractError, DataError
+
+if TYPE_CHECKING:
+    from rlflow.data.dataset import PromptDataset
 
 _UID = re.compile(r"e(\d+)r(\d+)a(\d+)")
 STATE_VERSION = 1
@@ -50,7 +53,7 @@ class PromptLoader:
         DataError: fewer rows than a batch.
     """
 
-    def __init__(self, dataset: Any, batch_size: int, shuffle: bool = True, seed: int = DEFAULT_SEED) -> None:
+    def __init__(self, dataset: PromptDataset, batch_size: int, shuffle: bool = True, seed: int = DEFAULT_SEED) -> None:
         rows = len(dataset)
         if batch_size < 1:
             raise DataError(f"a batch of {batch_size} prompts; data.train_batch_size must be at least 1")
@@ -147,7 +150,7 @@ def _place(uid: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def create_train_loader(data_config: Any, dataset: Any, batch_size: int | None = None) -> PromptLoader:
+def create_train_loader(data_config: Any, dataset: PromptDataset, batch_size: int | None = None) -> PromptLoader:
     """The loader of `data.{gen_batch_size,train_batch_size,shuffle,seed}`; `batch_size` overrides the first two."""
     size = batch_size or data_config.get("gen_batch_size") or data_config.get("train_batch_size")
     sampler = create_rl_sampler(data_config, dataset)
@@ -155,7 +158,7 @@ def create_train_loader(data_config: Any, dataset: Any, batch_size: int | None =
 
 
 def iterate_validation(
-    dataset: Any, batch_size: int | None = None, shuffle: bool = False, seed: int = DEFAULT_SEED
+    dataset: PromptDataset, batch_size: int | None = None, shuffle: bool = False, seed: int = DEFAULT_SEED
 ) -> Iterator[list[dict[str, Any]]]:
     """All rows once, in batches (None: one batch); the last may be smaller. The order is the same every time."""
     order = EpochSampler(len(dataset), seed, shuffle).order(0)

@@ -307,3 +307,16 @@ def test_importing_the_package_loads_no_torch():
 
     code = "import sys, rlflow.data; assert not {'torch', 'pyarrow', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_composed_config_builds_dataset_and_loader(tmp_path):
+    from hydra import compose, initialize_config_dir
+
+    from rlflow.data import create_train_loader
+
+    file = write_jsonl(tmp_path / "d.jsonl", [row(str(i)) for i in range(5)])
+    root = Path(__file__).resolve().parents[2] / "rlflow" / "config"
+    with initialize_config_dir(str(root), version_base=None):
+        data = compose("ppo_trainer", overrides=[f"data.train_files={file}", "data.train_batch_size=2"]).data
+    loader = create_train_loader(data, create_rl_dataset(data.train_files, data, WordTokenizer()))
+    assert (len(loader), loader.batch_size) == (2, 2)

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import open_dict
 
-from rlflow.checkpoint_engine import CheckpointEngineManager
+from rlflow.checkpoint_engine.manager import CheckpointEngineManager
 from rlflow.reward_loop import RewardLoopManager
 from rlflow.single_controller.ray import (
     RayClassWithInitArgs,
@@ -22,7 +22,7 @@ from rlflow.single_controller.ray import (
 )
 from rlflow.trainer.ppo.utils import Role, need_reference_policy
 from rlflow.utils.tokenizer import policy_tokenizer
-from rlflow.workers.rollout import LLMServerManager
+from rlflow.workers.rollout.llm_server import LLMServerManager
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ def build_runtime(config: Any, total_training_steps: int) -> Runtime:
     actor_wg.init_model()
     reward_manager = RewardLoopManager(config)
     server_manager = LLMServerManager.create(config, worker_group=actor_wg)
+    actor_wg.bind_rollout(server_manager.handles_by_worker())
     checkpoint_manager = CheckpointEngineManager(
         config.actor_rollout_ref.rollout.checkpoint_engine, actor_wg, server_manager.get_replicas()
     )
