@@ -1,7 +1,8 @@
 """Public module paths of the reference's layout, for users' code that imports them.
 
-One table, old path -> ours. Importing an old path gives the very module it stands for (not a copy), so that registries and
-classes are the same objects. Where two layouts differ the house's own path is the one to use in new code.
+One table, old path -> ours. Importing an old path gives the very module it stands for (not a copy), so that
+registries and classes are the same objects. Where two layouts differ the house's own path is the one to use in new
+code.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@
 # What may be set:
 #   RLFLOW_VENV          where the environment lies          (default ~/.cache/rlflow/venv)
 #   RLFLOW_PYTHON        the Python to make it with          (default: the first of python3.11, .12, .13, python3 that fits)
-#   RLFLOW_TORCH_INDEX   where CPU builds of torch are found (see install_torch)
 # Everything else (mirrors, local wheels, proxies, certificates) is pip's own configuration and is left to it.
 #
 # A second run with unchanged pyproject.toml takes under a second. Whatever goes wrong ends in one line on stderr that says
@@ -61,20 +60,19 @@ has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null |
 # torch comes first, alone: it is the one package whose build depends on the machine.
 #   GPU found, or not Linux on x86-64:  the build that pip takes by itself.
 #   No GPU:  1. the CPU build, if pip's own configuration offers one (a local wheel, a mirror);
-#            2. else the CPU build from RLFLOW_TORCH_INDEX, by default PyTorch's public index of CPU builds: the package index
-#               proper has only CUDA builds for this platform, several GB that this machine cannot use. This line is the only
-#               index named in the repository;
+#            2. else the CPU build as uv finds it (`--torch-backend=cpu`: uv knows where PyTorch publishes its builds; pip
+#               would take a CUDA build, several GB that this machine cannot use);
 #            3. else, with a notice, what pip takes by itself: it works on a CPU too.
 install_torch() {
-    local index="${RLFLOW_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
     if "$RLFLOW_VENV_PYTHON" -m pip show torch 2>/dev/null | grep -q "^Version: ${TORCH_VERSION//./\\.}\(+\|$\)"; then
         return 0
     fi
     if ! has_gpu && [ "$(uname -s)-$(uname -m)" = "Linux-x86_64" ]; then
         setup_say "installing torch $TORCH_VERSION, CPU build (no GPU found)"
         if pip_install "torch's CPU build" "torch==$TORCH_VERSION+cpu" 2>/dev/null; then return 0; fi
-        if pip_install "torch's CPU build" --retries 1 --timeout 20 --extra-index-url "$index" "torch==$TORCH_VERSION+cpu" 2>/dev/null; then return 0; fi
-        setup_say "no CPU build to be had (RLFLOW_TORCH_INDEX may name an index that has one); taking the default build, several GB"
+        if pip_install "uv" uv 2>/dev/null && "$RLFLOW_VENV_PYTHON" -m uv pip install --python "$RLFLOW_VENV_PYTHON" \
+            --torch-backend=cpu "torch==$TORCH_VERSION" </dev/null >>"$SETUP_LOG" 2>&1; then return 0; fi
+        setup_say "no CPU build of torch to be had; taking the default build, several GB"
     else
         setup_say "installing torch $TORCH_VERSION"
     fi

@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random 2-layer Llama (hidden 64, 4 heads, 2 kv heads, vocab 512, tied) and a byte-level tokenizer."""
+    """A folder with a random 2-layer Llama (hidden 64, vocab 512, tied embeddings) and a byte-level tokenizer."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -76,10 +76,12 @@ class AgentLoopManagerTQ:
         reward_loop_worker_handles: Sequence[Any] | None = None,
     ) -> None:
         import ray
+        from ray import cloudpickle
 
         self._settings = AgentLoopSettings.from_config(config)
         n_workers = self._settings.rollout.agent.num_workers
-        actor: Any = ray.remote(self.agent_loop_workers_class)
+        actor: Any = ray.remote(_actor_class(self.agent_loop_workers_class))
+        arguments = cloudpickle.dumps((config, llm_client, teacher_client, reward_loop_worker_handles))
         run = uuid.uuid4().hex[:8]
         self._orphans: list[_Placed] = []
         self._workers = [
@@ -90,7 +92,7 @@ class AgentLoopManagerTQ:
                     max_restarts=MAX_RESTARTS,
                     max_concurrency=MAX_CONCURRENT_CALLS,
                     scheduling_strategy="SPREAD",
-                ).remote(config, llm_client, teacher_client, reward_loop_worker_handles)
+                ).remote(arguments)
             )
             for i in range(n_workers)
         ]
@@ -268,6 +270,22 @@ class AgentLoopManagerTQ:
                 shown = ", ".join(list(lost)[:8])
                 logger.error("an agent-loop worker died; %d prompts start again: %s", len(lost), shown)
                 self._place(list(lost.values()))
+
+
+def _actor_class(worker_class: type) -> type:
+    """The worker class, built from one packed argument.
+
+    Actor handles given to Ray as plain arguments make it warn that a restart may lose them; these handles are held by
+    the manager for as long as the workers live.
+    """
+
+    class AgentLoopWorker(worker_class):  # type: ignore[misc, valid-type]
+        def __init__(self, arguments: bytes) -> None:
+            from ray import cloudpickle
+
+            super().__init__(*cloudpickle.loads(arguments))
+
+    return AgentLoopWorker
 
 
 def rows_of(prompts: TensorDict) -> tuple[list[dict[str, Any]], int, bool]:

@@ -177,10 +177,10 @@ def _check_files(c: _Typed, problems: list[str], notices: list[str]) -> None:
             f"path, or pkg://package.module"
         )
     if c.trainer.resume_mode == "resume_path":
-        path = c.trainer.resume_from_path or ""
-        if "global_step_" not in path or not Path(path).expanduser().is_dir():
+        folder = c.trainer.resume_from_path or ""
+        if "global_step_" not in folder or not Path(folder).expanduser().is_dir():
             problems.append(
-                f"trainer.resume_from_path={path or 'null'} is no checkpoint folder.\n"
+                f"trainer.resume_from_path={folder or 'null'} is no checkpoint folder.\n"
                 "    try:    an existing .../global_step_N, or trainer.resume_mode=auto"
             )
 

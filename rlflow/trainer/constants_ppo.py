@@ -8,6 +8,7 @@ from typing import Any
 PPO_RAY_RUNTIME_ENV: dict[str, Any] = {
     "env_vars": {
         "TOKENIZERS_PARALLELISM": "true",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "NCCL_DEBUG": "WARN",
         # Waiting OpenMP threads sleep: trainer and rollout server take turns on the same cores.
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -109,7 +109,8 @@ def default_task_runner_class() -> Any:
 
     from rlflow.trainer.task_runner import TaskRunner
 
-    return ray.remote(num_cpus=0, max_concurrency=4)(TaskRunner)
+    actor: Any = ray.remote
+    return actor(num_cpus=0, max_concurrency=4)(TaskRunner)
 
 
 def _init_ray(config: Any) -> None:
@@ -122,7 +123,7 @@ def _init_ray(config: Any) -> None:
 
     # On a busy machine Ray's agents need longer than its default of a few seconds to register.
     os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
-    kwargs = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
+    kwargs: Any = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     ours, users = get_ppo_ray_runtime_env(config), kwargs.pop("runtime_env", None) or {}
     env_vars = {**ours["env_vars"], **(users.get("env_vars") or {})}
     kwargs.setdefault("include_dashboard", False)

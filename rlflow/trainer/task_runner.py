@@ -72,7 +72,7 @@ class TaskRunner:
         from rlflow.agent_loop import AgentLoopManagerTQ
 
         fqn = self.config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
-        manager_cls = load_class_from_fqn(fqn, "agent_loop_manager_class") if fqn else AgentLoopManagerTQ
+        manager_cls: Any = load_class_from_fqn(fqn, "agent_loop_manager_class") if fqn else AgentLoopManagerTQ
         self.agent_loop_manager = manager_cls.create(
             config=self.config,
             llm_client=self.trainer.get_llm_client(),

@@ -12,12 +12,16 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from rlflow.utils.errors import ContractError
+
+# torch's own jagged tensors call a deprecated function of torch, which says so once in every process.
+logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def is_nested(value: object) -> bool:

@@ -83,8 +83,9 @@ def test_a_malformed_row_ends_the_command_with_file_and_row_and_leaves_no_proces
     rows = [{"prompt": [{"role": "user", "content": "1+1"}], "data_source": "x"}, {"prompt": None, "data_source": "x"}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "broken.parquet")
     before = rlflow_processes()
+    broken = f"data.train_files={tmp_path}/broken.parquet"
     result = subprocess.run(
-        [sys.executable, "-m", "rlflow.trainer.main_ppo", *tiny_overrides, f"data.train_files={tmp_path}/broken.parquet"],
+        [sys.executable, "-m", "rlflow.trainer.main_ppo", *tiny_overrides, broken],
         capture_output=True,
         text=True,
         timeout=180,

@@ -75,5 +75,6 @@ def test_a_killed_run_resumes_and_ends_where_the_unbroken_run_ends(
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name].float(), value.float(), atol=1e-4, rtol=1e-3, msg=name)
-    cursors = [torch.load(root / "global_step_3" / "data.pt", weights_only=True) for root in (killed, tmp_path / "unbroken")]
+    roots = (killed, tmp_path / "unbroken")
+    cursors = [torch.load(root / "global_step_3" / "data.pt", weights_only=True) for root in roots]
     assert cursors[0] == cursors[1]

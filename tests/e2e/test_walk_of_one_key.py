@@ -1,4 +1,4 @@
-"""Two prompts, three sessions each, through every stage of one real step: which fields are there, and with which values."""
+"""Two prompts, three sessions each, through every stage of one real step: the fields, and their values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlflow.utils.nested import nested_lengths
 
 AGENT_FIELDS = {
     "prompts", "responses", "response_mask", "loss_mask", "input_ids", "position_ids", "rollout_log_probs", "rm_scores",
-    "num_turns", "metrics", "extra_fields", "uid", "session_id", "raw_prompt", "data_source", "reward_model", "extra_info",
-    "index",
+    "num_turns", "metrics", "extra_fields", "uid", "session_id", "raw_prompt", "data_source", "reward_model",
+    "extra_info", "index",
 }  # fmt: skip
 SCORES = {"A": [1.0, 0.0, 0.0], "B": [0.0, 1.0, 1.0]}
 EXPECTED = {"A": [1.155, -0.577, -0.577], "B": [-1.155, 0.577, 0.577]}
@@ -85,9 +85,7 @@ class Walker(PPOTrainerSync):
 def test_the_walk_of_one_key(
     run_trainer: Callable[..., Any], tiny_overrides: list[str], read_metrics: Callable[[], list[dict[str, Any]]]
 ) -> None:
-    run_trainer(
-        [*tiny_overrides, "trainer.total_training_steps=1", "actor_rollout_ref.actor.use_kl_loss=true"], Walker
-    )
+    run_trainer([*tiny_overrides, "trainer.total_training_steps=1", "actor_rollout_ref.actor.use_kl_loss=true"], Walker)
     seen = Walker.seen
     a, b = seen["uids"]
     six = sorted(f"{uid}_{session}_0" for uid in (a, b) for session in range(3))
@@ -105,7 +103,16 @@ def test_the_walk_of_one_key(
 
     data = seen["adv"]["data"]
     lengths = nested_lengths(data["responses"])
-    for name in ("response_mask", "rollout_log_probs", "rm_scores", "old_log_probs", "entropy", "ref_log_prob", "advantages"):
+    aligned = (
+        "response_mask",
+        "rollout_log_probs",
+        "rm_scores",
+        "old_log_probs",
+        "entropy",
+        "ref_log_prob",
+        "advantages",
+    )
+    for name in aligned:
         assert torch.equal(nested_lengths(data[name]), lengths), name
     for name in ("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy", "advantages", "returns"):
         assert data[name].dtype is torch.float32, name

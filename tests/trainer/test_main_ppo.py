@@ -42,4 +42,3 @@ def test_impossible_values_end_the_run(tmp_path: Path) -> None:
     assert "wandb" in result.stderr, "the default logger needs what this version lacks"
     assert "notice: device cpu" in result.stderr or "cuda" in result.stderr
     assert "Traceback" not in result.stderr
-

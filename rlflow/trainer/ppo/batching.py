@@ -14,6 +14,7 @@ import torch
 import rlflow.transfer_queue as tq
 from rlflow.transfer_queue import KVBatchMeta
 from rlflow.utils import tensordict_utils as tu
+from rlflow.utils.errors import ContractError
 from rlflow.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 
 
@@ -41,6 +42,13 @@ def padding_row(eos_token_id: int, uid: str, number: int) -> dict[str, Any]:
     }
 
 
+def partition_of(batch: KVBatchMeta) -> str:
+    """The partition of a batch; a batch of the trainer always has one."""
+    if batch.partition_id is None:
+        raise ContractError(f"a batch of {len(batch)} rows names no partition")
+    return batch.partition_id
+
+
 def pad_batch(batch: KVBatchMeta, multiple: int, eos_token_id: int, step: int) -> KVBatchMeta:
     """Append padding rows until the row count is a multiple; they are written to the batch's partition."""
     missing = -len(batch) % multiple
@@ -50,7 +58,7 @@ def pad_batch(batch: KVBatchMeta, multiple: int, eos_token_id: int, step: int) -
     keys = [f"{uid}_{number}_0" for number in range(missing)]
     tag = {**batch.tags[0], "is_padding": True, "prompt_len": 1, "response_len": 1, "seq_len": 2}
     rows = [padding_row(eos_token_id, uid, number) for number in range(missing)]
-    tq.kv_batch_put(keys, batch.partition_id, fields=tu.list_of_dict_to_tensordict(rows), tags=[tag] * missing)
+    tq.kv_batch_put(keys, partition_of(batch), fields=tu.list_of_dict_to_tensordict(rows), tags=[tag] * missing)
     return KVBatchMeta(
         keys=[*batch.keys, *keys],
         tags=[*batch.tags, *[tag] * missing],

@@ -49,7 +49,7 @@ def save_trainer_checkpoint(trainer: PPOTrainer) -> Path:
     with atomic_directory(final) as folder:
         trainer.runtime.actor_wg.save_checkpoint(str(folder / "actor"), None, trainer.global_steps, None)
         torch.save(trainer.feed.loader.state_dict(), folder / "data.pt")
-        state = {"global_step": trainer.global_steps, "kl_controller": None}
+        state: dict[str, Any] = {"global_step": trainer.global_steps, "kl_controller": None}
         if trainer.kl_controller is not None:
             state["kl_controller"] = trainer.kl_controller.state_dict()
         (folder / "trainer_state.json").write_text(json.dumps(state, indent=2))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import rlflow.transfer_queue as tq
-from rlflow.trainer.ppo.batching import real_rows
+from rlflow.trainer.ppo.batching import partition_of, real_rows
 from rlflow.trainer.ppo.replay_buffer import session_of
 from rlflow.transfer_queue import KVBatchMeta
 from rlflow.utils import tensordict_utils as tu
@@ -33,7 +33,7 @@ class DumpWriter:
         keys = [batch.keys[row] for row in real_rows(batch)]
         tags = [batch.tags[row] for row in real_rows(batch)]
         names = ["prompts", "responses", "rm_scores", "reward_model", "extra_fields"]
-        data = tq.kv_batch_get(keys, batch.partition_id, names, missing_ok=("reward_model",))
+        data = tq.kv_batch_get(keys, partition_of(batch), names, missing_ok=("reward_model",))
         self.write(folder, step, decode_rows(self.tokenizer, keys, tags, data, step))
 
     def write(self, folder: str, step: int, rows: list[dict[str, Any]]) -> None:

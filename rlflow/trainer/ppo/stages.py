@@ -12,7 +12,7 @@ import torch
 
 import rlflow.transfer_queue as tq
 from rlflow.trainer.ppo import advantage, metric_utils
-from rlflow.trainer.ppo.batching import real_rows
+from rlflow.trainer.ppo.batching import partition_of, real_rows
 from rlflow.trainer.ppo.core_algos import agg_loss
 from rlflow.transfer_queue import KVBatchMeta
 from rlflow.utils import tensordict_utils as tu
@@ -39,7 +39,7 @@ def compute_old_log_prob(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metri
     options = {"calculate_entropy": True, "compute_loss": False, "temperature": rollout.temperature}
     trainer.runtime.actor_wg.compute_log_prob(_with_options(batch, **options))
     names = ["old_log_probs", "entropy", "response_mask", "rollout_log_probs"]
-    data = tq.kv_batch_get(batch.keys, batch.partition_id, names, missing_ok=("rollout_log_probs",))
+    data = tq.kv_batch_get(batch.keys, partition_of(batch), names, missing_ok=("rollout_log_probs",))
     dense = {name: nested_to_padded(data[name]).float() for name in names if name in data.keys()}  # noqa: SIM118
     mask = dense["response_mask"]
     entropy = agg_loss(dense["entropy"], mask, actor.loss_agg_mode, loss_scale_factor=actor.loss_scale_factor)
@@ -69,7 +69,7 @@ def compute_advantage(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics)
     """Writes `advantages` and `returns`, and the data metrics of the batch."""
     _refuse_a_step_without_rewards(batch)
     names = ["response_mask", "rm_scores", *advantage.OPTIONAL_FIELDS]
-    data = tq.kv_batch_get(batch.keys, batch.partition_id, names, missing_ok=advantage.OPTIONAL_FIELDS)
+    data = tq.kv_batch_get(batch.keys, partition_of(batch), names, missing_ok=advantage.OPTIONAL_FIELDS)
     dense = advantage.to_dense(data)
     rewards = dense["rm_scores"]
     algorithm = trainer.config.algorithm
@@ -81,7 +81,7 @@ def compute_advantage(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics)
     written = {"advantages": advantage.to_jagged(advantages, like), "returns": advantage.to_jagged(returns, like)}
     if trainer.kl_controller is not None:
         written["token_level_rewards"] = advantage.to_jagged(rewards, like)
-    tq.kv_batch_put(batch.keys, batch.partition_id, fields=tu.get_tensordict(written))
+    tq.kv_batch_put(batch.keys, partition_of(batch), fields=tu.get_tensordict(written))
 
     rows = real_rows(batch)
     select = torch.tensor(rows)
@@ -140,7 +140,7 @@ def merge_worker_metrics(metrics: Metrics, reported: dict[str, Any], prefix: str
 def compute_step_metrics(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics, timing: dict[str, float]) -> None:
     """What is known once the step is over: progress, turns, timing and throughput."""
     rows = real_rows(batch)
-    data = tq.kv_batch_get([batch.keys[row] for row in rows], batch.partition_id, ["num_turns"])
+    data = tq.kv_batch_get([batch.keys[row] for row in rows], partition_of(batch), ["num_turns"])
     metrics.update(metric_utils.spread("training/num_turns", torch.as_tensor(tu.get(data, "num_turns"))))
     response_tokens = sum(int(batch.tags[row]["response_len"]) for row in rows)
     all_tokens = sum(int(tag["seq_len"]) for tag in batch.tags)

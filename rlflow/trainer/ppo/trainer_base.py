@@ -206,7 +206,7 @@ class PPOTrainer(ABC):  # noqa: B024
         stages.compute_step_metrics(self, batch, metrics, timing)
         if trainer.rollout_data_dir:
             self.dumps.write_training(trainer.rollout_data_dir, self.global_steps, batch)
-        tq.kv_clear(batch.keys, batch.partition_id)
+        tq.kv_clear(batch.keys, batching.partition_of(batch))
         assert self.logger is not None
         self.logger.log(reduce_metrics(metrics), step=self.global_steps)
 

@@ -80,6 +80,6 @@ def _log_samples(trainer: PPOTrainer, rows: list[dict[str, Any]]) -> None:
         import numpy as np
 
         ordered = sorted(rows, key=lambda row: (row["input"], row["uid"]))
-        np.random.RandomState(42).shuffle(ordered)
-        samples = [(row["input"], row["output"], row["score"]) for row in ordered[:count]]
+        chosen = np.random.RandomState(42).permutation(len(ordered))[:count]
+        samples = [(ordered[i]["input"], ordered[i]["output"], ordered[i]["score"]) for i in chosen]
         trainer.logger.log_samples(samples, step=trainer.global_steps)

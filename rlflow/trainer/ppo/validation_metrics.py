@@ -8,7 +8,7 @@ by bootstrap. The bootstrap has a random generator of its own: it never touches 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ def calc_maj_val(data: Sequence[dict[str, Any]], vote_key: str, val_key: str) ->
 
 
 def process_validation_metrics(
-    data_sources: Sequence[str], sample_uids: Sequence[str], infos_dict: dict[str, Sequence[Any]], seed: int = 42
+    data_sources: Sequence[str], sample_uids: Sequence[str], infos_dict: Mapping[str, Sequence[Any]], seed: int = 42
 ) -> dict[str, dict[str, dict[str, float]]]:
     """{source: {variable: {metric: value}}}, averaged over prompts.
 
