@@ -51,10 +51,11 @@ def prepare_config(overrides: list[str]) -> Any:
 
     config = compose_config(overrides)
     auto_set_device(config)
-    notices = [clamp_to_machine(config, cpu_cores()), *validate_config(config)]
-    for notice in notices:
-        if notice:
-            _say(f"notice: {notice}")
+    clamped = clamp_to_machine(config, cpu_cores())
+    if clamped:
+        _say(f"notice: {clamped}")
+    for notice in validate_config(config):
+        _say(f"notice: {notice}")
     return config
 
 

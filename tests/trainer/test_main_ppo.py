@@ -29,6 +29,7 @@ def test_unknown_keys_and_syntax_end_the_run_with_hints() -> None:
 
 def test_impossible_values_end_the_run(tmp_path: Path) -> None:
     result = run(
+        "trainer.device=cpu",
         "actor_rollout_ref.rollout.name=hf",
         "algorithm.adv_estimator=grpo",
         f"data.train_files={tmp_path}/missing.parquet",
@@ -40,5 +41,5 @@ def test_impossible_values_end_the_run(tmp_path: Path) -> None:
     assert "missing.parquet: no such file" in result.stderr
     assert "ppo_mini_batch_size=15" in result.stderr
     assert "wandb" in result.stderr, "the default logger needs what this version lacks"
-    assert "notice: device cpu" in result.stderr or "cuda" in result.stderr
+    assert "notice: device cpu" in result.stderr
     assert "Traceback" not in result.stderr
