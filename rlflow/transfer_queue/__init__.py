@@ -1,0 +1,112 @@
+# ruff: noqa: F401 - the imports below are for type checkers; at run time `__getattr__` does them on demand
+"""The table of trajectories, shared by all processes of a run.
+
+| word | meaning |
+|---|---|
+| row | one sample; has a string key and a *tag* (a small dict of plain values) |
+| field | one column; a *cell* is the value of a field in a row, a tensor or a plain Python object |
+| partition | a named set of rows (`train`, `val`), with a version that grows with every change of a key or a tag |
+| controller | one process that knows keys, tags and where each cell lives, never a cell's content |
+| block | what one put wrote: immutable columns in one storage unit |
+
+Invariants
+    - A put is one write of a block, then one commit at the controller. Readers see all of it or nothing of it, and a
+      refused put leaves no trace.
+    - Tags are merged where they live; a data put never touches them.
+    - Nothing polls: a watcher sleeps in the controller until its partition changes.
+    - Every remote call has a deadline, and only the process that created the table can close it.
+
+```python
+import rlflow.transfer_queue as tq
+
+tq.init()                                                        # creates the table, or attaches to the running one
+tq.kv_put("e0r0a0", "train", tag={"status": "pending"})
+tq.kv_batch_put(["e0r0a0_0_0"], "train", fields=rows, tags=[{"status": "success"}])
+version, changes = tq.kv_watch("train", since_version=0, timeout_s=60)
+batch = tq.kv_batch_get(["e0r0a0_0_0"], "train", select_fields=["responses"])
+tq.close()
+```
+
+Importing this package loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlflow.transfer_queue.api import (
+        async_kv_batch_get,
+        async_kv_batch_get_by_meta,
+        async_kv_batch_put,
+        async_kv_clear,
+        async_kv_list,
+        async_kv_put,
+        async_kv_wait,
+        async_kv_watch,
+        close,
+        get_client,
+        get_metrics_endpoint,
+        init,
+        kv_batch_get,
+        kv_batch_get_by_meta,
+        kv_batch_put,
+        kv_clear,
+        kv_list,
+        kv_put,
+        kv_wait,
+        kv_watch,
+    )
+    from rlflow.transfer_queue.batch_meta import BatchMeta, extract_field_schema
+    from rlflow.transfer_queue.client import TransferQueueClient
+    from rlflow.transfer_queue.errors import (
+        CapacityError,
+        DtypeConflictError,
+        MissingFieldError,
+        NotReadyError,
+        QueueArgumentError,
+        QueueNotInitializedError,
+        QueueTypeError,
+        QueueUnavailableError,
+        StorageKeyNotFoundError,
+        TransferQueueError,
+        WatchGapError,
+    )
+    from rlflow.transfer_queue.meta import KVBatchMeta
+    from rlflow.transfer_queue.predicate import Predicate
+
+_HOMES = {
+    "api": (
+        "async_kv_batch_get async_kv_batch_get_by_meta async_kv_batch_put async_kv_clear async_kv_list async_kv_put "
+        "async_kv_wait async_kv_watch close get_client get_metrics_endpoint init kv_batch_get kv_batch_get_by_meta "
+        "kv_batch_put kv_clear kv_list kv_put kv_wait kv_watch"
+    ),
+    "batch_meta": "BatchMeta extract_field_schema",
+    "client": "TransferQueueClient",
+    "errors": (
+        "CapacityError DtypeConflictError MissingFieldError NotReadyError QueueArgumentError QueueNotInitializedError "
+        "QueueTypeError QueueUnavailableError StorageKeyNotFoundError TransferQueueError WatchGapError"
+    ),
+    "meta": "KVBatchMeta",
+    "predicate": "Predicate",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = [*_HOME_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from rlflow import __version__
+
+        return __version__
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

@@ -1,0 +1,316 @@
+"""The table's functions: `kv_*` and their `async_` twins.
+
+The sync forms may be called from any thread, also from one that runs an event loop; they block that thread (and loop)
+until the answer is there. The async forms may be awaited on any event loop. Errors common to all: `DeadlineError` when
+no answer comes in time, `QueueUnavailableError` when the table is gone, `QueueNotInitializedError` when there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlflow.transfer_queue.errors import QueueNotInitializedError, QueueUnavailableError
+from rlflow.transfer_queue.meta import KVBatchMeta
+from rlflow.transfer_queue.predicate import Predicate
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from rlflow.transfer_queue.client import TransferQueueClient
+
+Tag = dict[str, Any]
+DataParser = Callable[[dict[str, list[Any]]], dict[str, Any]]
+T = TypeVar("T")
+
+
+def init(conf: Any = None, *, strict: bool = True) -> Any:
+    """Create the table, or attach to the running one.
+
+    The process that creates the table owns it: the table ends with that process, or when it calls `close`. An attaching
+    process takes over the table's config; its `conf` only names the namespace.
+
+    Args:
+        conf: the `transfer_queue` config (DictConfig or dict); see `settings.DEFAULTS`.
+        strict: how this process reads. Strict: unknown keys and absent fields raise. Else (compat mode) they are left
+            out, see `kv_batch_get`. The latest call decides.
+
+    Returns:
+        The merged config when the table was created, else `conf`.
+
+    Raises:
+        ConfigError, ValueError: a config that cannot work.
+        QueueNotInitializedError: Ray is not initialised.
+    """
+    from rlflow.transfer_queue import runtime
+
+    return runtime.init(conf, strict)
+
+
+def close() -> None:
+    """End the table if this process created it; otherwise only leave it. Does nothing when not connected."""
+    from rlflow.transfer_queue import runtime
+
+    runtime.close()
+
+
+def get_client() -> TransferQueueClient:
+    """This process's client. `QueueNotInitializedError` (an AssertionError) before `init` or the first call."""
+    from rlflow.transfer_queue import runtime
+
+    client = runtime.current_client()
+    if client is None:
+        raise QueueNotInitializedError("this process has no client yet; call rlflow.transfer_queue.init() first")
+    return client
+
+
+def get_metrics_endpoint() -> str | None:
+    """Address of the Prometheus endpoint; None, as the table has none yet."""
+    return None
+
+
+async def _run(operation: Callable[[TransferQueueClient], Awaitable[T]]) -> T:
+    from rlflow.transfer_queue import runtime
+
+    # Attaching waits for Ray, so it leaves the event loop.
+    client = runtime.current_client()
+    if client is None:
+        client = await asyncio.to_thread(runtime.attached_client)
+    try:
+        return await operation(client)
+    except QueueUnavailableError:
+        runtime.forget_if_gone(client)
+        raise
+
+
+def _run_sync(operation: Callable[[TransferQueueClient], Awaitable[T]]) -> T:
+    from rlflow.transfer_queue import runtime
+
+    return runtime.loop_thread().run(_run(operation))
+
+
+# -- put -------------------------------------------------------------------------------------------
+
+
+async def async_kv_put(
+    key: str,
+    partition_id: str,
+    fields: TensorDict | dict[str, Any] | None = None,
+    tag: Tag | None = None,
+    data_parser: DataParser | None = None,
+) -> KVBatchMeta:
+    """Put fields and/or the tag of one row, in one commit.
+
+    The row and its partition are created when missing. Given fields replace the row's cells of these names, all others
+    stay. `tag` is merged into the row's tag (dict update).
+
+    Args:
+        key: the row's key.
+        partition_id: its partition.
+        fields: a dict (a tensor is the row's tensor, anything else one object), or a TensorDict of one row.
+        tag: plain values.
+        data_parser: applied to {field: [row value]} in the storage unit before storing; keeps fields and row count.
+
+    Returns:
+        A KVBatchMeta of the row: the merged tag, and the fields it has now.
+
+    Raises:
+        QueueArgumentError: (a ValueError) neither fields nor tag, or a nested tensor in a dict.
+        QueueTypeError: (a TypeError) a key or value that cannot be stored; names the field.
+        DtypeConflictError: a field holds another dtype; nothing was stored.
+        CapacityError: the table is full.
+    """
+    return await _run(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser))
+
+
+async def async_kv_batch_put(
+    keys: Sequence[str],
+    partition_id: str,
+    fields: TensorDict | None = None,
+    tags: Sequence[Tag] | None = None,
+    data_parser: DataParser | None = None,
+) -> KVBatchMeta:
+    """`async_kv_put` for several rows in one commit.
+
+    Args:
+        keys: N different keys.
+        partition_id: their partition.
+        fields: TensorDict of batch size [N]: dense tensors [N, ...], jagged tensors, NonTensorStacks.
+        tags: N dicts.
+        data_parser: see `async_kv_put`; gets {field: [N row values]}.
+    """
+    return await _run(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser))
+
+
+def kv_put(
+    key: str,
+    partition_id: str,
+    fields: TensorDict | dict[str, Any] | None = None,
+    tag: Tag | None = None,
+    data_parser: DataParser | None = None,
+) -> KVBatchMeta:
+    """Sync form of `async_kv_put`."""
+    return _run_sync(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser))
+
+
+def kv_batch_put(
+    keys: Sequence[str],
+    partition_id: str,
+    fields: TensorDict | None = None,
+    tags: Sequence[Tag] | None = None,
+    data_parser: DataParser | None = None,
+) -> KVBatchMeta:
+    """Sync form of `async_kv_batch_put`."""
+    return _run_sync(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser))
+
+
+# -- get -------------------------------------------------------------------------------------------
+
+
+async def async_kv_batch_get(
+    keys: Sequence[str] | str,
+    partition_id: str,
+    select_fields: Sequence[str] | str | None = None,
+    *,
+    missing_ok: Sequence[str] = (),
+) -> TensorDict:
+    """Read fields of rows.
+
+    Args:
+        keys: N keys; row i of the result is `keys[i]`.
+        partition_id: their partition.
+        select_fields: the fields to fetch; None: those that all rows have.
+        missing_ok: optional fields among the selected ones: left out when a row lacks them.
+
+    Returns:
+        TensorDict of batch size [N]. Rows that are scalars come as one dense tensor [N], rows with dimensions as a
+        jagged tensor (with `.offsets()`, also when their lengths agree), objects as a NonTensorStack.
+        After `init(strict=False)` unknown keys are dropped with a warning and absent fields are left out; batch size 0
+        when no selected field is left.
+
+    Raises:
+        StorageKeyNotFoundError: (a KeyError) an unknown key.
+        MissingFieldError: (a KeyError) a selected field is absent from a row.
+        NotReadyError: (a ValueError) the rows share no field.
+    """
+    return await _run(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok))
+
+
+async def async_kv_batch_get_by_meta(
+    meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None, *, missing_ok: Sequence[str] = ()
+) -> TensorDict:
+    """Read the rows of a meta.
+
+    `select_fields` must be among `meta.fields`; None takes `meta.fields`. When the meta does not know its fields
+    (None), the rows decide. An empty meta gives an empty TensorDict. Otherwise as `async_kv_batch_get`.
+    """
+    return await _run(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok))
+
+
+def kv_batch_get(
+    keys: Sequence[str] | str,
+    partition_id: str,
+    select_fields: Sequence[str] | str | None = None,
+    *,
+    missing_ok: Sequence[str] = (),
+) -> TensorDict:
+    """Sync form of `async_kv_batch_get`."""
+    return _run_sync(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok))
+
+
+def kv_batch_get_by_meta(
+    meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None, *, missing_ok: Sequence[str] = ()
+) -> TensorDict:
+    """Sync form of `async_kv_batch_get_by_meta`."""
+    return _run_sync(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok))
+
+
+# -- list, clear -----------------------------------------------------------------------------------
+
+
+async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
+    """{partition: {key: tag}}, keys in creation order; of one partition or of all. {} for an unknown partition."""
+    return await _run(lambda client: client.async_kv_list(partition_id))
+
+
+async def async_kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
+    """Delete rows. Unknown keys and partitions are ignored; the partition itself remains. ValueError for no keys."""
+    return await _run(lambda client: client.async_clear(keys, partition_id))
+
+
+def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
+    """Sync form of `async_kv_list`."""
+    return _run_sync(lambda client: client.async_kv_list(partition_id))
+
+
+def kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
+    """Sync form of `async_kv_clear`."""
+    return _run_sync(lambda client: client.async_clear(keys, partition_id))
+
+
+# -- watch, wait -----------------------------------------------------------------------------------
+
+
+async def async_kv_watch(
+    partition_id: str, since_version: int = 0, timeout_s: float = 60.0
+) -> tuple[int, dict[str, Tag | None]]:
+    """What changed in a partition since a version; sleeps until something has.
+
+    New keys, tag puts and deletions are changes; a put of data into existing rows is none.
+
+    Args:
+        partition_id: the partition; need not exist yet.
+        since_version: the version returned by the previous call; 0: everything there is.
+        timeout_s: seconds to sleep at most.
+
+    Returns:
+        (version, {key: tag, or None if the key was deleted}); the dict is empty when `timeout_s` ran out.
+
+    Raises:
+        WatchGapError: the watcher is too far behind (or the table is another one): start again from 0.
+    """
+    return await _run(lambda client: client.async_watch(partition_id, since_version, timeout_s))
+
+
+async def async_kv_wait(
+    partition_id: str,
+    *,
+    keys: Sequence[str] | None = None,
+    predicate: Predicate,
+    since_version: int = 0,
+    timeout_s: float,
+) -> tuple[int, dict[str, Tag]]:
+    """Sleep until enough keys match.
+
+    Args:
+        partition_id: the partition; need not exist yet.
+        keys: the keys that count; None: all of the partition.
+        predicate: which tags match, and how many keys must.
+        since_version: only keys changed after this version count; 0: all.
+        timeout_s: seconds to sleep at most.
+
+    Returns:
+        (version, {matching key: tag}).
+
+    Raises:
+        DeadlineError: too few keys matched in time; names the partition and the keys that were missing.
+    """
+    return await _run(lambda client: client.async_wait(partition_id, keys, predicate, since_version, timeout_s))
+
+
+def kv_watch(partition_id: str, since_version: int = 0, timeout_s: float = 60.0) -> tuple[int, dict[str, Tag | None]]:
+    """Sync form of `async_kv_watch`."""
+    return _run_sync(lambda client: client.async_watch(partition_id, since_version, timeout_s))
+
+
+def kv_wait(
+    partition_id: str,
+    *,
+    keys: Sequence[str] | None = None,
+    predicate: Predicate,
+    since_version: int = 0,
+    timeout_s: float,
+) -> tuple[int, dict[str, Tag]]:
+    """Sync form of `async_kv_wait`."""
+    return _run_sync(lambda client: client.async_wait(partition_id, keys, predicate, since_version, timeout_s))

@@ -1,0 +1,226 @@
+"""Between a TensorDict and `Column`s.
+
+Layout of what comes back
+    - rows that are scalars: one dense tensor [N];
+    - rows with dimensions: jagged, also when all rows have one length. The ragged dimension is the one in which the
+      rows differ; if they do not, the one in which rows of this field have differed before, else the one the writer
+      declared by a jagged tensor, else the first;
+    - objects, rows of different rank, and rows that differ in several dimensions: `NonTensorStack`.
+
+Fields of equal row lengths share one offsets tensor, because torch refuses arithmetic between jagged tensors of
+different offsets even when their lengths agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+
+from rlflow.transfer_queue.column import OBJECT, Column, row_shapes
+from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError
+from rlflow.transfer_queue.objects import pack, unpack
+from rlflow.utils.nested import compact, ragged_dim
+from rlflow.utils.tensordict_utils import make_stack
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def encode_row(fields: Mapping[str, Any]) -> dict[str, Column]:
+    """Columns of one row given as a dict: a tensor is the row's tensor, anything else one object."""
+    columns = {}
+    for name, value in fields.items():
+        if isinstance(value, Tensor) and value.is_nested:
+            raise QueueArgumentError(f"field {name!r} of a single row is a nested tensor; use kv_batch_put for batches")
+        if isinstance(value, (NonTensorData, NonTensorStack)):
+            value = value.tolist()
+        columns[name] = encode_column(name, value.unsqueeze(0) if isinstance(value, Tensor) else [value], 1)
+    return columns
+
+
+def encode_batch(fields: Any, size: int) -> dict[str, Column]:
+    """Columns of a TensorDict of `size` rows."""
+    if not isinstance(fields, TensorDictBase):
+        raise QueueTypeError(f"fields of several rows must be a TensorDict, got {type(fields).__name__}")
+    rows = int(fields.batch_size[0]) if len(fields.batch_size) else None
+    if rows != size:
+        raise QueueArgumentError(f"fields have batch size {tuple(fields.batch_size)}, but there are {size} keys")
+    # Iterating a TensorDict iterates its rows, hence keys().
+    return {name: encode_column(name, fields.get(name), size) for name in fields.keys()}
+
+
+def tensor_bytes(fields: Any) -> int:
+    """Bytes of the tensors in a TensorDict: what encoding it will have to move."""
+    values = fields.values() if isinstance(fields, TensorDictBase) else ()
+    return sum((v.values() if v.is_nested else v).nbytes for v in values if isinstance(v, Tensor))
+
+
+def encode_column(name: str, value: Any, size: int) -> Column:
+    """Column of one field: a tensor [size, ...], a jagged tensor, or a list / NonTensorStack of `size` objects."""
+    if isinstance(value, Tensor):
+        column = _encode_nested(value) if value.is_nested else _encode_dense(value)
+    elif isinstance(value, NonTensorStack):
+        column = _encode_objects(name, value.tolist())
+    elif isinstance(value, NonTensorData):
+        column = _encode_objects(name, [value.data] * size)
+    elif isinstance(value, list):
+        column = _encode_objects(name, value)
+    else:
+        raise QueueTypeError(
+            f"field {name!r} is a {type(value).__name__}; a field is a tensor, a jagged tensor or a NonTensorStack"
+        )
+    if len(column) != size:
+        raise QueueArgumentError(f"field {name!r} has {len(column)} rows, but there are {size} keys")
+    return column
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy()
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _encode_dense(value: Tensor) -> Column:
+    if value.dim() == 0:
+        raise QueueArgumentError("a field needs a row dimension; this one is a scalar tensor")
+    size, shape = value.shape[0], tuple(value.shape[1:])
+    row_bytes = value.element_size() * int(np.prod(shape, dtype=np.int64))
+    return Column(
+        _dtype_name(value),
+        _bytes_of(value),
+        np.full(size, row_bytes, np.int64),
+        np.tile(np.array(shape, np.int64), (size, 1)),
+    )
+
+
+def _encode_nested(value: Tensor) -> Column:
+    if value.layout != torch.jagged:
+        return _encode_rows(list(value.unbind()), None)
+    value = compact(value.detach())
+    axis = ragged_dim(value) - 1
+    if axis > 0:
+        return _encode_rows(list(value.unbind()), axis)
+    values, offsets = value.values(), value.offsets().cpu()  # type: ignore[attr-defined]
+    values = values[int(offsets[0]) : int(offsets[-1])]
+    lengths = offsets.diff().numpy()
+    inner = tuple(values.shape[1:])
+    shapes = np.empty((len(lengths), values.dim()), np.int64)
+    shapes[:, 0] = lengths
+    shapes[:, 1:] = inner
+    sizes = lengths * (values.element_size() * int(np.prod(inner, dtype=np.int64)))
+    return Column(_dtype_name(values), _bytes_of(values), sizes, shapes, 0)
+
+
+def _encode_rows(rows: Sequence[Tensor], ragged: int | None) -> Column:
+    parts = [_bytes_of(row) for row in rows]
+    return Column(
+        _dtype_name(rows[0]),
+        np.concatenate(parts),
+        np.array([len(part) for part in parts], np.int64),
+        np.array([tuple(row.shape) for row in rows], np.int64).reshape(len(rows), -1),
+        ragged,
+    )
+
+
+def _encode_objects(name: str, values: Sequence[Any]) -> Column:
+    parts = []
+    for row, value in enumerate(values):
+        try:
+            parts.append(pack(value))
+        except QueueTypeError as error:
+            raise QueueTypeError(f"field {name!r}, row {row}: {error}") from None
+    return Column(
+        OBJECT,
+        np.frombuffer(b"".join(parts), np.uint8),
+        np.array([len(part) for part in parts], np.int64),
+        np.empty((len(parts), 0), np.int64),
+    )
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def decode_batch(columns: Mapping[str, Column], size: int) -> TensorDict:
+    """The TensorDict of `size` rows; its tensors own their memory."""
+    offsets: dict[bytes, Tensor] = {}
+    return TensorDict({name: decode_column(column, offsets) for name, column in columns.items()}, batch_size=[size])
+
+
+def decode_rows(column: Column) -> list[Any]:
+    """The rows of a column one by one: tensors or objects."""
+    if column.dtype == OBJECT:
+        data, bounds = memoryview(np.ascontiguousarray(column.data).data), column.bounds().tolist()
+        return [unpack(data[start:stop]) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    flat = _flat(column)
+    shapes = row_shapes(column.shapes)
+    counts = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
+    return [part.reshape(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]
+
+
+def _flat(column: Column) -> Tensor:
+    dtype = getattr(torch, column.dtype)
+    if not len(column.data):
+        return torch.empty(0, dtype=dtype)
+    # The copy makes the tensor writable and frees the shared memory that a remote reply lies in.
+    return torch.from_numpy(column.data.copy()).view(dtype)
+
+
+def decode_column(column: Column, offsets: dict[bytes, Tensor]) -> Tensor | NonTensorStack:
+    """One field in the layout the module promises; `offsets` is shared by the fields of a batch."""
+    shapes = column.shapes
+    if column.dtype == OBJECT or (shapes.size and shapes.min() < 0):
+        return make_stack(decode_rows(column))
+    if shapes.shape[1] == 0:
+        return _flat(column)
+    differing = np.flatnonzero(shapes.max(axis=0) != shapes.min(axis=0)).tolist()
+    if len(differing) > 1:
+        return make_stack(decode_rows(column))
+    axis = differing[0] if differing else (column.ragged or 0)
+    axis = axis if axis < shapes.shape[1] else 0
+    lengths = shapes[:, axis].copy()  # a remote reply is read-only, which torch does not accept
+    if axis == 0:
+        values = _flat(column).reshape(int(lengths.sum()), *shapes[0, 1:].tolist())
+    else:
+        values = torch.cat(decode_rows(column), dim=axis)
+    if lengths.tobytes() not in offsets:
+        ends = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(torch.from_numpy(lengths), dim=0, out=ends[1:])
+        offsets[lengths.tobytes()] = ends
+    return torch.nested.nested_tensor_from_jagged(
+        values,
+        offsets[lengths.tobytes()],
+        jagged_dim=axis + 1,
+        min_seqlen=int(lengths.min()),
+        max_seqlen=int(lengths.max()),
+    )
+
+
+# -- in the storage unit ---------------------------------------------------------------------------
+
+
+def apply_parser(
+    columns: Mapping[str, Column], parser: Callable[[dict[str, list[Any]]], dict[str, Any]]
+) -> dict[str, Column]:
+    """What a put's `data_parser` makes of its columns.
+
+    The parser gets {field: list of row values} and returns the same for the same fields; rows are tensors or objects.
+    """
+    before = {name: decode_rows(column) for name, column in columns.items()}
+    after = parser(before)
+    if set(after) != set(columns):
+        raise QueueArgumentError(f"data_parser must keep the fields {sorted(columns)}, it returned {sorted(after)}")
+    result = {}
+    for name, column in columns.items():
+        rows = list(after[name])
+        if len(rows) != len(column):
+            raise QueueArgumentError(f"data_parser made {len(rows)} rows of the {len(column)} of field {name!r}")
+        tensors = rows and all(isinstance(row, Tensor) for row in rows)
+        result[name] = _encode_rows(rows, None) if tensors else _encode_objects(name, rows)
+    return result

@@ -1,0 +1,53 @@
+"""What can go wrong at the table. Each class carries one message, so that it survives the way between processes."""
+
+from __future__ import annotations
+
+from rlflow.utils.errors import RlflowError
+
+
+class TransferQueueError(RlflowError):
+    """Base of the table's errors."""
+
+    def __str__(self) -> str:
+        # KeyError, a base of some subclasses, would show the repr of the message.
+        return str(self.args[0]) if self.args else ""
+
+
+class QueueArgumentError(TransferQueueError, ValueError):
+    """A call's arguments contradict each other or are empty."""
+
+
+class QueueTypeError(TransferQueueError, TypeError):
+    """A key or a value of a type that the table does not store; the message names the field."""
+
+
+class DtypeConflictError(QueueTypeError):
+    """A put offers a field with another dtype than its partition holds. Nothing of that put was stored."""
+
+
+class StorageKeyNotFoundError(TransferQueueError, KeyError):
+    """A key (or row index) is not in the partition, or was cleared while it was being read."""
+
+
+class MissingFieldError(TransferQueueError, KeyError):
+    """A selected field is absent from a requested row."""
+
+
+class NotReadyError(TransferQueueError, ValueError):
+    """The requested rows share no field; rows that only have a tag have none."""
+
+
+class CapacityError(TransferQueueError):
+    """The table holds as many rows as it may, and no room was made in time."""
+
+
+class WatchGapError(TransferQueueError):
+    """The changes since a watcher's version are no longer known; it must start again from version 0."""
+
+
+class QueueUnavailableError(TransferQueueError):
+    """The controller or a storage unit is gone."""
+
+
+class QueueNotInitializedError(QueueUnavailableError, AssertionError):
+    """No table was created, or this process has no connection to it."""

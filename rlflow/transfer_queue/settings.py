@@ -1,0 +1,133 @@
+"""The `transfer_queue` config: defaults, merging, checks, and how many storage units go where."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlflow.transfer_queue.errors import QueueArgumentError
+from rlflow.transfer_queue.storage import storage_backend
+from rlflow.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DEFAULTS: dict[str, Any] = {
+    # Ray namespace of the named controller actor; runs that share a Ray cluster need different ones.
+    "namespace": "transfer_queue",
+    # Deadline of one remote call.
+    "rpc_timeout_s": 120.0,
+    # How long a put waits for rows to be cleared when the table is full.
+    "capacity_wait_s": 30.0,
+    "controller": {"sampler": "SequentialSampler", "polling_mode": False},
+    "metrics": {"enabled": False, "port": 0},
+    "backend": {
+        "storage_backend": "SimpleStorage",
+        "SimpleStorage": {
+            # Rows that may be held at a time; None for no limit.
+            "total_storage_size": None,
+            # An upper bound: one node gets no more than one unit per 8 cores, unless exact_unit_count is set.
+            "num_data_storage_units": 2,
+            "exact_unit_count": False,
+            # Only nodes that offer this custom Ray resource get units.
+            "required_node_resource": None,
+        },
+    },
+}
+
+_SAMPLERS = (
+    "SequentialSampler",
+    "GRPOGroupNSampler",
+    "RankAwareSampler",
+    "SeqlenBalancedSampler",
+)
+_CORES_PER_UNIT = 8
+
+
+def merge_config(conf: Any) -> dict[str, Any]:
+    """`conf` (DictConfig, dict or None) over the defaults, as a plain dict.
+
+    Raises:
+        ConfigError: a value that cannot work.
+        QueueArgumentError: (a ValueError) an unknown sampler.
+    """
+    config = _overlay(DEFAULTS, _plain(conf))
+    simple = config["backend"]["SimpleStorage"]
+    units, capacity = simple["num_data_storage_units"], simple["total_storage_size"]
+    if not _is_count(units):
+        raise ConfigError(
+            f"transfer_queue.backend.SimpleStorage.num_data_storage_units={units!r}: the table needs storage; try 1"
+        )
+    if capacity is not None and not _is_count(capacity):
+        raise ConfigError(
+            f"transfer_queue.backend.SimpleStorage.total_storage_size={capacity!r} rows cannot hold a batch; try "
+            "100000, or null for no limit"
+        )
+    for key in ("rpc_timeout_s", "capacity_wait_s"):
+        if not isinstance(config[key], (int, float)) or config[key] <= 0:
+            raise ConfigError(f"transfer_queue.{key}={config[key]!r} is no duration; try {DEFAULTS[key]}")
+    storage_backend(config["backend"]["storage_backend"])
+    _check_inert(config)
+    return config
+
+
+def _plain(conf: Any) -> dict[str, Any]:
+    if conf is None:
+        return {}
+    if isinstance(conf, Mapping) and not hasattr(conf, "_metadata"):
+        return dict(conf)
+    from omegaconf import OmegaConf
+
+    if not OmegaConf.is_config(conf):
+        raise ConfigError(f"transfer_queue.init takes a DictConfig, a dict or None, got {type(conf).__name__}")
+    return OmegaConf.to_container(conf, resolve=True)  # type: ignore[return-value]
+
+
+def _overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {key: _overlay(value, {}) if isinstance(value, Mapping) else value for key, value in base.items()}
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _overlay(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_inert(config: Mapping[str, Any]) -> None:
+    sampler = config["controller"]["sampler"]
+    name = sampler if isinstance(sampler, str) else getattr(sampler, "__name__", type(sampler).__name__)
+    if isinstance(sampler, str) and sampler not in _SAMPLERS:
+        raise QueueArgumentError(f"transfer_queue.controller.sampler={sampler!r} is unknown; try one of {_SAMPLERS}")
+    if name != DEFAULTS["controller"]["sampler"]:
+        logger.warning("transfer_queue.controller.sampler=%s has no effect: rows are selected by key and tag", name)
+    config["controller"]["sampler"] = name
+    if config["metrics"]["enabled"]:
+        logger.warning("transfer_queue.metrics.enabled=true has no effect: the table exports no Prometheus metrics yet")
+
+
+def place_units(config: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    """Node id of each storage unit; None leaves the place to Ray.
+
+    Args:
+        config: the merged config.
+        nodes: `ray.nodes()`.
+
+    Raises:
+        ConfigError: no node offers `required_node_resource`.
+    """
+    simple = config["backend"]["SimpleStorage"]
+    wanted, resource = int(simple["num_data_storage_units"]), simple["required_node_resource"]
+    alive = [node for node in nodes if node["Alive"] and (resource is None or resource in node["Resources"])]
+    if resource is not None and not alive:
+        raise ConfigError(
+            f"transfer_queue.backend.SimpleStorage.required_node_resource={resource!r} is offered by no Ray node; "
+            "start one with --resources, or set it to null"
+        )
+    if len(alive) <= 1:
+        if not simple["exact_unit_count"]:
+            cores = sum(node["Resources"].get("CPU", 0) for node in alive)
+            wanted = min(wanted, max(1, int(cores) // _CORES_PER_UNIT))
+        return [alive[0]["NodeID"] if resource is not None else None] * wanted
+    return [alive[number % len(alive)]["NodeID"] for number in range(wanted)]

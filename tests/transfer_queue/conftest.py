@@ -1,0 +1,54 @@
+"""One table for a test module, once in Ray actors (three units, so that batches spread) and once in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+import rlflow.transfer_queue as tq
+
+# On a shared machine a slow example says nothing about the code.
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
+
+_numbers = itertools.count()
+
+RAY_CONF = {"backend": {"SimpleStorage": {"num_data_storage_units": 3, "exact_unit_count": True}}}
+LOCAL_CONF = {"backend": {"storage_backend": "Local"}}
+
+
+@pytest.fixture(scope="module", params=["ray", "local"])
+def table(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A running table owned by this process."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+    tq.close()
+    tq.init(RAY_CONF if request.param == "ray" else LOCAL_CONF)
+    yield
+    tq.close()
+
+
+@pytest.fixture
+def ray_table(ray_cluster: None) -> Iterator[None]:
+    """A fresh table in Ray actors."""
+    tq.close()
+    tq.init(RAY_CONF)
+    yield
+    tq.close()
+
+
+@pytest.fixture
+def partition() -> str:
+    """A partition name of its own for each test."""
+    return f"p{next(_numbers)}"
+
+
+@pytest.fixture
+def compat(table: None) -> Iterator[None]:
+    """The reading rules of `init(strict=False)` for one test."""
+    tq.init(strict=False)
+    yield
+    tq.init()

@@ -1,0 +1,57 @@
+"""What a put and a get may cost."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import rlflow.transfer_queue as tq
+from rlflow.transfer_queue.ports import RayPort
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The remote calls made."""
+    made: list[str] = []
+    call = RayPort.call
+
+    async def recording(self, method, *args, extra_s=0.0):
+        made.append(method)
+        return await call(self, method, *args, extra_s=extra_s)
+
+    monkeypatch.setattr(RayPort, "call", recording)
+    return made
+
+
+def test_remote_calls_of_each_operation(ray_table, calls):
+    data = TensorDict({f"f{i}": torch.ones(64, 10) for i in range(12)}, batch_size=[64])
+    keys = [f"k{i}" for i in range(64)]
+
+    def made_by(function, *args, **kwargs):
+        calls.clear()
+        function(*args, **kwargs)
+        return list(calls)
+
+    tag = {"status": "success"}
+    assert made_by(tq.kv_batch_put, keys, "train", fields=data, tags=[tag] * 64) == ["write", "put"]
+    assert made_by(tq.kv_batch_put, keys, "train", fields=data) == ["write", "put"]
+    assert made_by(tq.kv_batch_put, keys, "train", tags=[tag] * 64) == ["put"]
+    assert made_by(tq.kv_batch_get, keys, "train") == ["locate", "read"]
+    assert made_by(tq.kv_clear, keys, "train") == ["clear"]
+
+
+def test_a_large_batch_moves_faster_than_in_the_reference(ray_table):
+    """The reference needs 3.9 s to put and 2.6 s to get 12 columns x 1024 rows x 1500 floats on two cores."""
+    data = TensorDict({f"f{i}": torch.randn(1024, 1500) for i in range(12)}, batch_size=[1024])
+    keys = [f"k{i}" for i in range(1024)]
+    start = time.monotonic()
+    tq.kv_batch_put(keys, "train", data)
+    put_s, start = time.monotonic() - start, time.monotonic()
+    got = tq.kv_batch_get(keys[::-1], "train")
+    get_s = time.monotonic() - start
+    assert torch.equal(got["f7"].values().view(1024, 1500).flip(0), data["f7"])
+    assert put_s < 3.9
+    assert get_s < 2.6
