@@ -93,7 +93,9 @@ def test_a_transfer_that_stopped_half_way_does_not_count_for_the_next(server, pa
 
     with pytest.raises(OSError, match="the device is gone"):
         send(sender_with(0.0001), server, broken())
-    with pytest.raises(WeightSyncError, match="replica 3, weight version 1: 1 parameters .*: model.embed_tokens.weight"):
+    with pytest.raises(
+        WeightSyncError, match="replica 3, weight version 1: 1 parameters .*: model.embed_tokens.weight"
+    ):
         send(sender_with(0.0001), server, params[1:])
     send(sender_with(2048), server, params)
 
@@ -112,7 +114,11 @@ def test_a_rank_without_a_server_exhausts_its_iterator(params):
 
 def test_the_sender_leaves_no_memory_behind(server, params):
     def links():
-        return [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
+        return [
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.islink(f"/proc/self/fd/{fd}")
+        ]
 
     send(sender_with(0.04), server, params)
     with pytest.raises(WeightSyncError):
@@ -149,7 +155,9 @@ def test_a_bucket_that_is_gone_or_too_short_is_an_error():
 
 def test_receipts_differ_with_a_message_of_both_sides():
     sent = WeightReceipt(4, 10, 200, 0xAB)
-    with pytest.raises(WeightSyncError, match="Rollout replica 1 does not.*version 4, 10 tensors.*got version 4, 9 tensors"):
+    with pytest.raises(
+        WeightSyncError, match="Rollout replica 1 does not.*version 4, 10 tensors.*got version 4, 9 tensors"
+    ):
         sent.require_same(WeightReceipt(4, 9, 180, 0xAC, holder="Rollout replica 1"))
     sent.require_same(WeightReceipt(4, 10, 200, 0xAB, seconds=3.0))
 

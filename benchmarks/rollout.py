@@ -1,0 +1,236 @@
+"""Speed of the embedded rollout engine beside `transformers`' own `generate`, in one run on one machine.
+
+    python benchmarks/rollout.py --model ~/models/SmolLM2-135M-Instruct
+    python benchmarks/rollout.py --model ... --server          # also through Ray: balancer, client, server; weight sync
+
+Both sides get the same prompts (about 55 tokens, chat template), the same number of new tokens, sample at temperature 1
+and use the same threads. Rounds alternate, so that a change in the machine's load hits both; the best round of each
+counts, and all rounds are shown.
+
+`distinct`: that many different prompts. `n=8`: an eighth as many, eight samples of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import torch
+
+from rlflow.workers.rollout.base import SamplingParams
+
+SAMPLES = 8
+TOPICS = (
+    "the sea", "a train", "two numbers", "an old clock", "winter", "a small garden", "the moon", "a letter",
+    "a bridge", "bread", "the wind", "a chess game", "a river", "music", "a mountain path", "rain",
+)  # fmt: skip
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def prompts(tokenizer: Any, count: int) -> list[list[int]]:
+    """Chat prompts that differ in words and a little in length."""
+    out = []
+    for i in range(count):
+        extra = " Keep it short." * (i % 3)
+        text = f"Question {i}: write something about {TOPICS[i % len(TOPICS)]} and the number {i * 37 % 101}.{extra}"
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        out.append(list(ids))
+    return out
+
+
+class Transformers:
+    """`generate` on one left-padded batch."""
+
+    def __init__(self, path: str, dtype: str, pad_id: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.name = f"transformers generate, {dtype}"
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+        self.pad_id = pad_id
+
+    def run(self, batch: list[list[int]], samples: int, new_tokens: int) -> int:
+        width = max(map(len, batch))
+        ids = torch.tensor([[self.pad_id] * (width - len(p)) + p for p in batch])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch])
+        with torch.inference_mode():
+            out = self.model.generate(
+                input_ids=ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                num_return_sequences=samples, min_new_tokens=new_tokens, max_new_tokens=new_tokens,
+                pad_token_id=self.pad_id,
+            )  # fmt: skip
+        return out.shape[0] * (out.shape[1] - width)
+
+
+class Engine:
+    """The engine itself, requests submitted from this process."""
+
+    def __init__(self, config: Any) -> None:
+        from rlflow.workers.rollout.hf.engine import HFEngine
+        from rlflow.workers.rollout.hf.model import load_model
+        from rlflow.workers.rollout.hf.server import engine_limits
+
+        node = config.actor_rollout_ref
+        model = load_model(node.model, node.rollout, torch.device("cpu"))
+        self.name = f"rlflow engine, {node.rollout.dtype} weights, {str(model.dtype).removeprefix('torch.')} arithmetic"
+        self.engine = HFEngine(model, engine_limits(node.rollout, model, 1), version=0)
+
+    def run(self, batch: list[list[int]], samples: int, new_tokens: int) -> int:
+        params = [SamplingParams(max_tokens=new_tokens, ignore_eos=True, logprobs=True, seed=i) for i in range(samples)]
+        futures = [
+            self.engine.submit(p, params[s], request_id=f"{i}_{s}") for i, p in enumerate(batch) for s in range(samples)
+        ]
+        return sum(len(f.result().token_ids) for f in futures)
+
+    def detail(self) -> str:
+        c = self.engine.counters
+        prefill = c.prefill_tokens / c.prefill_s if c.prefill_s else 0
+        return f"prefill {prefill:.0f} tok/s, decode step {1e3 * c.decode_s / max(c.decode_steps, 1):.0f} ms on average"
+
+
+class Server:
+    """The same through the client, the balancer and a server process."""
+
+    def __init__(self, config: Any) -> None:
+        import ray
+
+        from rlflow.workers.rollout.llm_server import LLMServerManager
+
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+        self.name = "rlflow client -> balancer -> server"
+        self.config = config
+        self.manager = LLMServerManager.create(config)
+        self.client = self.manager.get_client()
+
+    def run(self, batch: list[list[int]], samples: int, new_tokens: int) -> int:
+        async def all_of_them() -> list[Any]:
+            return await asyncio.gather(
+                *(
+                    self.client.generate(
+                        f"{i}_{s}",
+                        prompt_ids=p,
+                        sampling_params={"max_tokens": new_tokens, "ignore_eos": True, "logprobs": True, "seed": s},
+                    )
+                    for i, p in enumerate(batch)
+                    for s in range(samples)
+                )
+            )
+
+        return sum(len(output.token_ids) for output in asyncio.run(all_of_them()))
+
+    def sync(self, path: str, rounds: int) -> None:
+        """Time weight syncs from this process to the server."""
+        from transformers import AutoModelForCausalLM
+
+        from rlflow.checkpoint_engine.base import build_sender
+
+        params = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+        sender = build_sender(self.config.actor_rollout_ref.rollout, 0, 1)
+        replica = self.manager.get_replicas()[0]
+        for version in range(1, rounds + 1):
+            asyncio.run(replica.abort_all_requests())
+            receipt = asyncio.run(sender.send(iter(params.items()), replica.server_handle, version))
+            asyncio.run(replica.resume_generation())
+            say(
+                f"weight sync: {receipt.total_bytes / 1e6:.0f} MB, {receipt.tensor_count} tensors, "
+                f"{receipt.seconds:.2f} s"
+            )
+
+
+def configuration(args: argparse.Namespace) -> Any:
+    from omegaconf import OmegaConf
+
+    from rlflow.config import HFModelConfig, RolloutConfig
+
+    hf = {"kv_cache_gb": args.kv_cache_gb, "compute_dtype": args.compute_dtype}
+    rollout = RolloutConfig(
+        name="hf", dtype=args.dtype, prompt_length=128, response_length=args.new_tokens, max_num_seqs=args.requests,
+        load_format="auto", engine_kwargs={"hf": hf},
+    )  # fmt: skip
+    node = OmegaConf.to_container(OmegaConf.structured(rollout))
+    model = OmegaConf.to_container(OmegaConf.structured(HFModelConfig(path=args.model)))
+    # One server on a device of its own: standalone mode.
+    node |= {"nnodes": 1, "n_gpus_per_node": 1}
+    return OmegaConf.create({"actor_rollout_ref": {"rollout": node, "model": model}, "trainer": {"n_gpus_per_node": 1}})
+
+
+def measure(sides: list[Any], batch: list[list[int]], samples: int, args: argparse.Namespace) -> dict[str, float]:
+    """Alternate the sides; best tokens/s of each."""
+    speeds: dict[str, list[float]] = {side.name: [] for side in sides}
+    for _ in range(args.rounds):
+        for side in sides:
+            started = time.perf_counter()
+            tokens = side.run(batch, samples, args.new_tokens)
+            speeds[side.name].append(tokens / (time.perf_counter() - started))
+    for name, values in speeds.items():
+        say(f"  {name:62s} {max(values):7.0f} tok/s   rounds: {' '.join(f'{v:.0f}' for v in values)}")
+    return {name: max(values) for name, values in speeds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of a causal LM with a chat template")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--dtype", default="bfloat16", help="type of the weights, both sides")
+    parser.add_argument("--compute-dtype", default=None, help="arithmetic of the engine; default: what it chooses")
+    parser.add_argument("--also-float32", action="store_true", help="a second baseline: generate in float32")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--kv-cache-gb", type=float, default=2.0)
+    parser.add_argument("--server", action="store_true", help="also through a server process, and a weight sync")
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+    args.model = str(Path(args.model).expanduser())
+
+    from transformers import AutoTokenizer
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    batch = prompts(tokenizer, args.requests)
+    config = configuration(args)
+    engine = Engine(config)
+    sides: list[Any] = [Transformers(args.model, args.dtype, tokenizer.pad_token_id or 0), engine]
+    if args.also_float32:
+        sides.insert(1, Transformers(args.model, "float32", tokenizer.pad_token_id or 0))
+    server = Server(config) if args.server else None
+    if server is not None:
+        sides.append(server)
+    load = os.getloadavg()[0]
+    say(f"{args.requests} requests, prompts of {min(map(len, batch))}-{max(map(len, batch))} tokens, "
+        f"{args.new_tokens} new tokens, {torch.get_num_threads()} threads, load average {load:.1f}")  # fmt: skip
+    for side in sides:  # kernels, memory and caches of both sides are warm before the first round
+        side.run(batch[:SAMPLES], 1, 2)
+    results = {}
+    for label, part, samples in (("distinct", batch, 1), ("n=8", batch[: args.requests // SAMPLES], SAMPLES)):
+        say(f"{label}: {len(part)} prompts x {samples}")
+        results[label] = measure(sides, part, samples, args)
+        base = results[label][sides[0].name]
+        say(f"  engine / generate = {results[label][engine.name] / base:.2f}")
+    say(f"engine: {engine.detail()}")
+    engine.engine.shutdown()
+    if server is not None:
+        server.sync(args.model, 3)
+        server.manager.shutdown()
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Weights in memory: from the trainer's processes to the rollout replicas, with a receipt."""

@@ -1,0 +1,1 @@
+"""Rollout: serving engines, their replicas, and the client that agent loops talk to."""

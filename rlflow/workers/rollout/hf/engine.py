@@ -1,0 +1,428 @@
+"""The embedded rollout engine: a thread that steps a Hugging Face causal LM for all running requests at once.
+
+    submit ──> queue (FIFO) ──> slots ──> prefill, then one decode step after another ──> future
+                 waits while paused, asleep or full
+
+Invariants
+    - Requests join and leave between two steps; a step is one forward for one token of every running request.
+    - Equal prompts are prefilled once: later ones copy the keys and values of one that runs. Nothing else is reused,
+      so no key or value outlives its request, let alone its weight version.
+    - Weights change only while nothing runs (`begin_update` insists) and between `begin_update` and `finish_update`
+      nothing is admitted; if an update fails, the engine refuses to serve until one succeeds.
+    - An exception in the thread reaches every caller, present and future. Idle, the thread sleeps on a condition.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
+from rlflow.workers.rollout.base import RolloutError, SamplingParams, token_budget
+from rlflow.workers.rollout.hf.batch import Batch, Generation, Request
+from rlflow.workers.rollout.hf.kv_cache import DecodeStep, PrefillStep, SlotKVCache
+from rlflow.workers.rollout.hf.model import ServedModel
+from rlflow.workers.rollout.hf.sampling import sample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Sizes. `max_num_seqs` sequences of up to `max_model_len` tokens; `prefill_tokens` prompt tokens a forward."""
+
+    max_model_len: int
+    max_num_seqs: int
+    prompt_length: int
+    response_length: int
+    prefill_tokens: int = 8192
+
+
+@dataclass
+class EngineCounters:
+    """What the engine did since it started; tokens and seconds."""
+
+    prefill_tokens: int = 0
+    shared_tokens: int = 0
+    decode_tokens: int = 0
+    decode_steps: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class HFEngine:
+    """See the module. All methods may be called from any thread.
+
+    Args:
+        version: weight version of `model`; None means that its weights are not usable before the first update.
+        seed: basis of the seeds of requests that bring none.
+    """
+
+    def __init__(self, model: ServedModel, limits: EngineLimits, *, version: int | None, seed: int = 0) -> None:
+        if limits.max_num_seqs < 1:
+            raise ConfigError(f"rollout.max_num_seqs={limits.max_num_seqs} must be at least 1.")
+        self.model, self.limits, self.counters = model, limits, EngineCounters()
+        self._version = version
+        self._refusal = "it has no weights before the first weight sync (rollout.load_format=dummy)"
+        self._seed = seed
+        self._condition = threading.Condition()
+        self._waiting: deque[Request] = deque()
+        self._batch = Batch(limits.max_num_seqs, model.vocab_size, model.device)
+        self._cache: SlotKVCache | None = None
+        self._abort_ids: set[str] = set()
+        self._abort_all = False
+        self._paused = self._asleep = self._updating = self._stopped = False
+        self._stepping = False
+        self._next_deadline = float("inf")
+        self._submitted = 0
+        self._failure: RolloutError | None = None
+        self._thread = threading.Thread(target=self._run, name="hf-engine", daemon=True)
+        self._thread.start()
+
+    # --- callers ------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, prompt_ids: list[int], params: SamplingParams, *, request_id: str, timeout_s: float = 600.0
+    ) -> Future[Generation]:
+        """Queue a request. While paused or asleep it waits; its deadline counts from now.
+
+        Raises:
+            ContractError: no usable weights, a prompt without room, or a token id outside the vocabulary.
+            RolloutError: the engine died.
+        The future raises `DeadlineError` or `RolloutError`; an abort is a result.
+        """
+        lim = self.limits
+        max_tokens = token_budget(
+            len(prompt_ids),
+            params,
+            max_model_len=lim.max_model_len,
+            prompt_length=lim.prompt_length,
+            response_length=lim.response_length,
+        )
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.model.vocab_size:
+            raise ContractError(
+                f"Request {request_id}: token ids {min(prompt_ids)}..{max(prompt_ids)} are not all in the model's "
+                f"vocabulary of {self.model.vocab_size}. Tokenizer and model do not belong together."
+            )
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.model.eos_token_ids)
+        with self._condition:
+            self._check_alive()
+            if self._version is None and not self._updating:
+                raise ContractError(f"The rollout engine cannot generate: {self._refusal}.")
+            self._submitted += 1
+            seed = params.seed if params.seed is not None else self._seed * 1_000_003 + self._submitted
+            deadline = time.monotonic() + timeout_s
+            request = Request(request_id, list(prompt_ids), params, seed, max_tokens, stop_ids, deadline, timeout_s)
+            self._waiting.append(request)
+            self._next_deadline = min(self._next_deadline, request.deadline)
+            self._condition.notify_all()
+        return request.future
+
+    def abort(self, request_id: str) -> bool:
+        """End one request with the tokens it has; False when it is not (or no longer) here."""
+        with self._condition:
+            known = any(r.request_id == request_id for r in (*self._waiting, *self._batch.requests))
+            if known:
+                self._abort_ids.add(request_id)
+                self._condition.notify_all()
+            return known
+
+    def pause(self, timeout_s: float = 120.0) -> list[str]:
+        """Abort every request and admit no other until `resume`. Returns the aborted ids once nothing runs."""
+        with self._condition:
+            self._check_alive()
+            ids = [r.request_id for r in (*self._batch.requests, *self._waiting)]
+            self._paused = self._abort_all = True
+            self._condition.notify_all()
+            self._await_quiet("a pause", timeout_s)
+            return ids
+
+    def resume(self) -> None:
+        """Admit requests again. A weight update that is still open has failed: requests are then refused, not kept."""
+        with self._condition:
+            self._check_alive()
+            self._paused = self._updating = False
+            self._condition.notify_all()
+
+    def sleep(self, drain_timeout_s: float = 60.0, *, free: bool = True) -> None:
+        """Let running requests end, then free the cache. Queued and new requests wait until `wake_up`.
+
+        A request that has not ended after `drain_timeout_s` is aborted. `free=False` keeps the cache.
+        """
+        with self._condition:
+            self._check_alive()
+            self._asleep = True
+            drained = self._condition.wait_for(self._quiet, timeout=drain_timeout_s)
+            if not drained:
+                logger.warning(
+                    "%d requests run %.0f s after sleep was asked for; aborting them", len(self._batch), drain_timeout_s
+                )
+                self._abort_ids.update(r.request_id for r in self._batch.requests)
+                self._condition.notify_all()
+                self._await_quiet("sleep", 120.0)
+            self._check_alive()
+            if free:
+                self._cache = None
+
+    def wake_up(self) -> None:
+        """Serve again; the cache comes back with the first request."""
+        with self._condition:
+            self._check_alive()
+            self._asleep = False
+            self._condition.notify_all()
+
+    def check_rest(self) -> None:
+        """Raise `ContractError` unless the engine is paused or asleep and computes nothing."""
+        with self._condition:
+            self._check_alive()
+            if not (self._paused or self._asleep) or not self._quiet():
+                raise ContractError(
+                    "Weights may not change while the rollout engine serves: pause it (abort_all_requests) or put it "
+                    "to sleep first."
+                )
+
+    def begin_update(self) -> None:
+        """Announce that parameters are about to change: from here to `finish_update` there are no usable weights.
+
+        May be repeated in between. `ContractError` as `check_rest`.
+        """
+        with self._condition:
+            self.check_rest()
+            self._updating, self._version = True, None
+            self._refusal = "its last weight update did not finish"
+            # Stale values are never attended to, but an infinity among them would survive a mask.
+            self._cache = None
+
+    def finish_update(self, version: int) -> None:
+        """The parameters are complete and checked: they are version `version`."""
+        with self._condition:
+            self._check_alive()
+            self._version, self._updating = version, False
+            self._condition.notify_all()
+
+    def fail_update(self) -> None:
+        """The update ended without usable weights; requests that wait are refused when the engine resumes."""
+        with self._condition:
+            self._updating = False
+            self._condition.notify_all()
+
+    def set_version(self, version: int) -> None:
+        """Relabel the present weights, for example after the trainer resumed from a checkpoint they come from."""
+        with self._condition:
+            if self._version is not None:
+                self._version = version
+
+    @property
+    def version(self) -> int | None:
+        """Weight version; None without usable weights."""
+        return self._version
+
+    def status(self) -> dict[str, Any]:
+        """Counts and state, for logs, tests and health checks."""
+        with self._condition:
+            return {
+                "running": len(self._batch),
+                "waiting": len(self._waiting),
+                "paused": self._paused,
+                "asleep": self._asleep,
+                "version": self._version,
+                "failure": str(self._failure) if self._failure else None,
+                "kv_cache_allocated": self._cache is not None,
+                **vars(self.counters),
+            }
+
+    def shutdown(self) -> None:
+        """Stop the thread; requests that are left fail."""
+        with self._condition:
+            self._stopped = True
+            self._condition.notify_all()
+        self._thread.join(timeout=60.0)
+        self._end_all(RolloutError("The rollout engine was shut down."))
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RolloutError(str(self._failure))
+        if self._stopped:
+            raise RolloutError("The rollout engine was shut down.")
+
+    def _quiet(self) -> bool:
+        return self._failure is not None or (not self._stepping and not self._batch.requests)
+
+    def _await_quiet(self, what: str, timeout_s: float) -> None:
+        if not self._condition.wait_for(lambda: self._quiet() and not self._abort_all, timeout=timeout_s):
+            raise DeadlineError(f"The rollout engine did not come to rest for {what} within {timeout_s:.0f} s.")
+        self._check_alive()
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._await_work():
+                    self._step()
+        except BaseException as error:  # noqa: BLE001 - whatever ends this thread must reach those who wait for it
+            logger.exception("the rollout engine died")
+            failure = RolloutError(f"The rollout engine died of {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            with self._condition:
+                self._failure = failure
+            self._end_all(failure)
+
+    def _await_work(self) -> bool:
+        """Settle aborts and deadlines, then wait until there is something to compute; False at shutdown."""
+        with self._condition:
+            while not self._stopped:
+                self._stepping = False
+                self._settle()
+                self._condition.notify_all()
+                if self._batch.requests or self._may_admit():
+                    self._stepping = True
+                    return True
+                wait = self._next_deadline - time.monotonic()
+                self._condition.wait(None if wait == float("inf") else max(wait, 0.001))
+            self._stepping = False
+            return False
+
+    def _may_admit(self) -> bool:
+        return bool(self._waiting) and not (self._paused or self._asleep or self._updating)
+
+    def _settle(self) -> None:
+        """End requests that were aborted, are over their deadline, or wait for weights that will not come."""
+        requests = (*self._batch.requests, *self._waiting)
+        if self._abort_all or self._abort_ids:
+            gone = [r for r in requests if self._abort_all or r.request_id in self._abort_ids]
+            self._abort_all, self._abort_ids = False, set()
+            self._leave(gone)
+            for request in gone:
+                self._answer(request, "abort")
+        now = time.monotonic()
+        if now >= self._next_deadline:
+            late = [r for r in requests if r.deadline <= now and not r.future.done()]
+            self._leave(late)
+            for r in late:
+                where = f"after {len(r.token_ids)} tokens" if r.token_ids else "before its first token"
+                r.future.set_exception(
+                    DeadlineError(
+                        f"Request {r.request_id} ended {where}: its deadline of {r.timeout_s:.0f} s is over "
+                        f"({len(self._batch)} running, {len(self._waiting)} waiting, paused={self._paused}, "
+                        f"asleep={self._asleep}). Raise rollout.request_timeout_s or lower the load."
+                    )
+                )
+            left = (*self._batch.requests, *self._waiting)
+            self._next_deadline = min((r.deadline for r in left), default=float("inf"))
+        if self._version is None and self._may_admit():
+            refused = list(self._waiting)
+            self._leave(refused)
+            for r in refused:
+                r.future.set_exception(ContractError(f"The rollout engine cannot generate: {self._refusal}."))
+
+    def _leave(self, gone: list[Request]) -> None:
+        self._batch.remove([r for r in gone if r.slot >= 0], self._cache)
+        ids = {id(r) for r in gone}
+        self._waiting = deque(r for r in self._waiting if id(r) not in ids)
+
+    def _answer(self, request: Request, reason: str) -> None:
+        request.future.set_result(Generation(request.token_ids, request.log_probs, reason, self._version))
+
+    def _end_all(self, error: RolloutError) -> None:
+        with self._condition:
+            for request in (*self._batch.requests, *self._waiting):
+                if not request.future.done():
+                    request.future.set_exception(error)
+            self._batch.requests.clear()
+            self._waiting.clear()
+            self._stepping = self._abort_all = False
+            self._condition.notify_all()
+
+    def _step(self) -> None:
+        with self._condition:
+            admitted = self._admit() if self._may_admit() else []
+            if self._cache is None:
+                self._cache = SlotKVCache(
+                    self.model.kv_shape,
+                    self._batch.slots,
+                    self.limits.max_model_len,
+                    self.model.dtype,
+                    self.model.device,
+                )
+            cache = self._cache
+        if admitted:
+            started = time.perf_counter()
+            self._prefill(admitted, cache)
+            self.counters.prefill_s += time.perf_counter() - started
+        started = time.perf_counter()
+        ended = self._decode(cache)
+        self.counters.decode_s += time.perf_counter() - started
+        if ended:
+            with self._condition:
+                self._batch.remove([request for request, _ in ended], cache)
+                for request, reason in ended:
+                    self._answer(request, reason)
+
+    def _admit(self) -> list[tuple[Request, Request | None]]:
+        """Move requests from the queue to free slots, first come first served.
+
+        Returns each with a request that holds (or is about to hold) the same prompt in the cache, if there is one.
+        """
+        admitted = []
+        for _ in range(min(len(self._waiting), self._batch.slots - len(self._batch))):
+            request = self._waiting.popleft()
+            admitted.append((request, self._batch.holder(request.prefix_key)))
+            self._batch.add(request)
+        return admitted
+
+    def _prefill(self, admitted: list[tuple[Request, Request | None]], cache: SlotKVCache) -> None:
+        """Fill the slots of new requests: one forward for each distinct prompt, copies for the rest."""
+        admitted = [(request, holder) for request, holder in admitted if request.prefix_length > 0]
+        fresh = sorted((r for r, holder in admitted if holder is None), key=lambda r: r.prefix_length)
+        chunk: list[Request] = []
+        tokens = 0
+        for request in fresh:
+            if chunk and tokens + request.prefix_length > self.limits.prefill_tokens:
+                self._prefill_chunk(chunk, cache)
+                chunk, tokens = [], 0
+            chunk.append(request)
+            tokens += request.prefix_length
+        if chunk:
+            self._prefill_chunk(chunk, cache)
+        by_source: dict[int, list[int]] = {}
+        for request, holder in admitted:
+            if holder is not None:
+                by_source.setdefault(holder.slot, []).append(request.slot)
+                self.counters.shared_tokens += request.prefix_length
+        for slot, targets in by_source.items():
+            cache.copy(slot, targets, self._batch.requests[slot].prefix_length)
+
+    def _prefill_chunk(self, chunk: list[Request], cache: SlotKVCache) -> None:
+        step = PrefillStep(cache, [r.slot for r in chunk], [r.prefix_length for r in chunk])
+        ids = np.concatenate([np.asarray(r.prompt_ids[:-1], dtype=np.int64) for r in chunk])
+        device = self.model.device
+        self.model.prefill(
+            torch.from_numpy(ids)[None].to(device), torch.from_numpy(step.positions)[None].to(device), step
+        )
+        self.counters.prefill_tokens += len(ids)
+
+    def _decode(self, cache: SlotKVCache) -> list[tuple[Request, str]]:
+        """One token for each running request; returns those that end with it."""
+        batch, device = self._batch, self.model.device
+        n = len(batch)
+        lengths = batch.length[:n].copy()
+        settings = batch.settings
+        logits = self.model.decode(
+            torch.from_numpy(batch.last_token[:n, None].copy()).to(device),
+            torch.from_numpy(lengths[:, None]).to(device),
+            DecodeStep(cache, lengths),
+        )
+        seen = [r.prompt_ids + r.token_ids for r in batch.requests] if settings.penalised else None
+        tokens, log_probs = sample(logits, settings, lengths + 1, seen)
+        self.counters.decode_tokens += n
+        self.counters.decode_steps += 1
+        return batch.advance(tokens.tolist(), log_probs.tolist())

@@ -1,0 +1,87 @@
+"""Replica of the embedded engine: one server process beside the worker whose weights it serves."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from rlflow.utils.ray_utils import ray_await
+from rlflow.workers.rollout.replica import LAUNCH_TIMEOUT_S, RolloutReplica
+
+logger = logging.getLogger(__name__)
+
+
+class HFReplica(RolloutReplica):
+    """Always one device: the engine does not split a model (`tensor_model_parallel_size` is not used)."""
+
+    supports_parallelism = False
+
+    async def launch_servers(self) -> None:
+        import ray
+
+        from rlflow.workers.rollout.hf.server import HFServer
+
+        node = await self._node()
+        threads = max(1, node["cores"] // self.replicas_on_node)
+        server = (
+            ray.remote(HFServer)
+            .options(
+                num_cpus=0,
+                max_concurrency=self.max_concurrency,
+                scheduling_strategy=self._placement(node),
+                runtime_env={"env_vars": server_environment(threads, node["env"])},
+            )
+            .remote(self.config, self.model_config, self.replica_rank, self.replicas_on_node)
+        )
+        facts = await ray_await(
+            server.ready.remote(), what=f"rollout replica {self.replica_rank} to start", timeout_s=LAUNCH_TIMEOUT_S
+        )
+        logger.info("rollout replica %d: %s", self.replica_rank, facts)
+        self.servers, self._server_handle = [server], server
+
+    async def _node(self) -> dict[str, Any]:
+        """Facts of the node to serve on: that of the worker, of the pool's bundle, or any."""
+        if self.workers:
+            call = self.workers[0].__ray_call__.remote(node_facts)
+            return await ray_await(call, what="a worker's node", timeout_s=LAUNCH_TIMEOUT_S)
+        return {**node_facts(), "node_id": None}
+
+    def _placement(self, node: dict[str, Any]) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+        if node["node_id"] is not None:
+            return NodeAffinitySchedulingStrategy(node_id=node["node_id"], soft=False)
+        if self.resource_pool is not None:
+            return PlacementGroupSchedulingStrategy(
+                placement_group=self.resource_pool.get_placement_groups()[0],
+                placement_group_bundle_index=self.bundle_indices[0] if self.bundle_indices else -1,
+            )
+        return "SPREAD"
+
+
+def node_facts(_worker: Any = None) -> dict[str, Any]:
+    """Called in a worker: its Ray node, the cores it may use, and the variables that choose its device."""
+    import ray
+
+    from rlflow.utils.device import DEVICE_ENV, cpu_cores, get_device_name, get_visible_devices_keyword
+
+    env = {DEVICE_ENV: get_device_name()}
+    if (visible := get_visible_devices_keyword()) and visible in os.environ:
+        env[visible] = os.environ[visible]
+    return {"node_id": ray.get_runtime_context().get_node_id(), "cores": cpu_cores(), "env": env}
+
+
+def server_environment(threads: int, device_env: dict[str, str]) -> dict[str, str]:
+    """Environment of a server process with that many compute threads.
+
+    Waiting threads must not spin: on a CPU node the trainer's processes compute on the same cores.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        **device_env,
+    }

@@ -1,0 +1,84 @@
+import pytest
+
+from rlflow.utils.errors import ConfigError
+from rlflow.workers.rollout.llm_server import GlobalRequestLoadBalancer
+from rlflow.workers.rollout.replica import RolloutReplicaRegistry, get_rollout_replica_class
+
+
+@pytest.fixture
+def balancer():
+    return GlobalRequestLoadBalancer({"a": "A", "b": "B", "c": "C"}, max_cache_size=4)
+
+
+def test_a_conversation_stays_on_its_server(balancer):
+    first = balancer.acquire_server("talk", 10)
+    for i in range(3):
+        balancer.acquire_server(f"other{i}", 1)
+    assert balancer.acquire_server("talk", 1000) == first
+
+
+def test_the_server_with_fewest_tokens_in_flight_is_chosen_and_the_first_among_equals(balancer):
+    assert balancer.acquire_server("long", 500) == ("a", "A")
+    assert balancer.acquire_server("short1", 100)[0] == "b"
+    assert balancer.acquire_server("short2", 120)[0] == "c"
+    assert balancer.acquire_server("short3", 100)[0] == "b"
+    assert balancer.acquire_server("short4", 100)[0] == "c"
+    assert balancer.get_status()["b"] == {"requests": 2, "tokens": 200}
+
+
+def test_release_takes_the_lease_back_once(balancer):
+    balancer.acquire_server("x", 50, "lease-x")
+    balancer.acquire_server("x", 70, "lease-y")
+    balancer.release_server("a", "lease-x")
+    balancer.release_server("a", "lease-x")
+    assert balancer.get_status()["a"] == {"requests": 1, "tokens": 70}
+    balancer.release_server("a")
+    balancer.release_server("a")
+    balancer.release_server("nobody")
+    assert balancer.get_total_inflight() == 0 and balancer.get_inflight_count("a") == 0
+
+
+def test_a_removed_server_gets_nothing_more_and_its_conversations_move(balancer):
+    assert balancer.acquire_server("talk", 5)[0] == "a"
+    balancer.remove_servers(["a", "unknown"])
+    assert balancer.acquire_server("talk", 5)[0] == "b"
+    balancer.remove_servers(["b", "c"])
+    with pytest.raises(RuntimeError, match="No available servers"):
+        balancer.acquire_server("talk", 5)
+
+
+def test_a_server_added_again_keeps_the_load_that_still_runs_on_it(balancer):
+    balancer.acquire_server("x", 50)
+    balancer.remove_servers(["a"])
+    balancer.add_servers({"a": "A2"})
+    assert balancer.get_status()["a"]["tokens"] == 50
+    assert balancer.get_all_servers()["a"] == "A2"
+
+
+def test_conversations_used_least_recently_are_forgotten(balancer):
+    for name in ("p", "q", "r", "s"):
+        balancer.acquire_server(name, 10)
+    balancer.acquire_server("p", 1)
+    balancer.acquire_server("t", 10)
+    assert balancer.clear_sticky_cache()["cleared_entries"] == 4
+    assert balancer.clear_sticky_cache()["cleared_entries"] == 0
+
+
+def test_a_lease_of_a_dead_client_expires(balancer):
+    balancer.acquire_server("x", 50, "lease", lease_s=0.0)
+    balancer.acquire_server("y", 1)
+    assert balancer.get_total_inflight() == 1
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "trtllm"])
+def test_an_engine_that_is_not_here_names_its_extra(name):
+    with pytest.raises(ConfigError, match=f"needs the extra '{name}'.*not in this version"):
+        get_rollout_replica_class(name)
+
+
+def test_unknown_engines_are_refused_and_own_ones_can_be_registered(monkeypatch):
+    with pytest.raises(ConfigError, match="Known: hf"):
+        get_rollout_replica_class("mine")
+    monkeypatch.setattr(RolloutReplicaRegistry, "_loaders", dict(RolloutReplicaRegistry._loaders))
+    RolloutReplicaRegistry.register("mine", lambda: dict)
+    assert get_rollout_replica_class("mine") is dict
