@@ -1,0 +1,297 @@
+"""How a batch is cut: options, micro-batches under a token budget, counts of the loss, and the way back to row order.
+
+Invariants
+    - The token budget is a hard cap: no micro-batch holds more tokens than it, whatever the balance.
+    - All data-parallel ranks run the same number of micro-batches; a rank that needs fewer runs empty ones, because
+      every forward and backward is a collective.
+    - Outputs come back in row order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlflow.utils import tensordict_utils as tu
+from rlflow.utils.errors import ContractError
+from rlflow.utils.seqlen_balancing import LINEAR_WORK_PER_TOKEN, ceildiv, get_seqlen_balanced_partitions
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """What one call asks of the engine. Entries of the batch win over the engine's defaults.
+
+    Attributes:
+        temperature: T of softmax(logits / T): one number, or [rows].
+        calculate_entropy: also return entropies.
+        use_remove_padding: pack rows instead of padding them.
+        share_prompts: run a prompt that several rows of a micro-batch share once.
+        use_dynamic_bsz: cut by `max_token_len_per_gpu` tokens instead of `micro_batch_size_per_gpu` rows.
+    """
+
+    temperature: float | Tensor = 1.0
+    calculate_entropy: bool = False
+    use_remove_padding: bool = True
+    share_prompts: bool = False
+    use_dynamic_bsz: bool = True
+    max_token_len_per_gpu: int | None = None
+    micro_batch_size_per_gpu: int | None = None
+
+    @classmethod
+    def from_batch(cls, data: TensorDict, defaults: Mapping[str, Any]) -> BatchOptions:
+        """Read the options of a batch.
+
+        Raises:
+            ContractError: a temperature <= 0 (greedy rollouts have no distribution to train on), a missing size, or an
+                option of the reference that this engine does not have.
+        """
+        for name in ("calculate_sum_pi_squared", "distillation_use_topk", "enable_routing_replay"):
+            if tu.get(data, name, False):
+                raise ContractError(f"{name}=True is not implemented by this engine")
+        values = {f.name: defaults[f.name] for f in fields(cls) if defaults.get(f.name) is not None}
+        for f in fields(cls):
+            given = tu.get(data, f.name)
+            if given is not None:
+                values[f.name] = given
+        options = cls(**values)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        lowest = float(self.temperature.min()) if isinstance(self.temperature, Tensor) else self.temperature
+        if not lowest > 0:
+            raise ContractError(
+                f"temperature={lowest} has no distribution to take log-probs of; sample training rollouts with "
+                "actor_rollout_ref.rollout.temperature > 0"
+            )
+        size = self.max_token_len_per_gpu if self.use_dynamic_bsz else self.micro_batch_size_per_gpu
+        if size is None or size < 1:
+            key = "max_token_len_per_gpu" if self.use_dynamic_bsz else "micro_batch_size_per_gpu"
+            raise ContractError(
+                f"use_dynamic_bsz={self.use_dynamic_bsz} needs {key}, got {size}; set the actor's "
+                "ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu (log_prob_* for inference)"
+            )
+
+
+@dataclass
+class MicroBatch:
+    """One forward: `rows` of the batch (ascending) and their data; None for a rank that only takes part."""
+
+    rows: list[int] = field(default_factory=list)
+    data: TensorDict | None = None
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Rows that stay together: their tokens in the forward and their work."""
+
+    rows: tuple[int, ...]
+    tokens: int
+    work: int
+
+
+def prepare_micro_batches(
+    data: TensorDict,
+    options: BatchOptions,
+    *,
+    dp_group: Any = None,
+    prompt_keys: Callable[[TensorDict], list[bytes]] | None = None,
+    prompt_lengths: Sequence[int] | None = None,
+    linear_work: int = LINEAR_WORK_PER_TOKEN,
+) -> list[MicroBatch]:
+    """Cut a batch.
+
+    Args:
+        data: rows with jagged `input_ids`.
+        options: sizes and layout.
+        dp_group: ranks that must run equally many micro-batches; None: only this one.
+        prompt_keys: equal keys for rows of equal prompts; needed with `share_prompts`.
+        prompt_lengths: prompt tokens of each row; needed with `share_prompts`.
+        linear_work: work of a token in units of one attention pair (6 x hidden size for the usual transformer).
+
+    Raises:
+        ContractError: a row alone is over the budget.
+    """
+    lengths = tu.nested_lengths(tu.check_jagged(data["input_ids"], "input_ids")).tolist()
+    if not options.use_dynamic_bsz:
+        size = options.micro_batch_size_per_gpu or 1
+        parts = [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
+        parts = _same_count(parts, _max_over_ranks(len(parts), dp_group))
+    else:
+        budget = options.max_token_len_per_gpu or 0
+        _check_rows_fit(lengths, budget)
+        if options.use_remove_padding:
+            keys = prompt_keys(data) if options.share_prompts and prompt_keys else None
+            items = _items(lengths, budget, keys, prompt_lengths, linear_work)
+            parts = split_by_budget(items, budget)
+            count = _max_over_ranks(len(parts), dp_group)
+            if count > len(parts):
+                finer = _balanced(items, budget, count)
+                parts = _same_count(parts if finer is None else finer, count)
+        else:
+            parts = split_padded(lengths, budget)
+            parts = _same_count(parts, _max_over_ranks(len(parts), dp_group))
+    if len(parts) == 1 and len(parts[0]) == len(lengths):
+        return [MicroBatch(parts[0], data)]
+    return [MicroBatch(rows, tu.index_select_tensor_dict(data, rows)) if rows else MicroBatch() for rows in parts]
+
+
+def _check_rows_fit(lengths: Sequence[int], budget: int) -> None:
+    longest = max(lengths, default=0)
+    if longest > budget:
+        raise ContractError(
+            f"row {list(lengths).index(longest)} has {longest} tokens, over max_token_len_per_gpu={budget} tokens a "
+            f"micro-batch; set ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu) to at least {longest}, or "
+            "shorten prompts or responses"
+        )
+
+
+def _max_over_ranks(count: int, group: Any) -> int:
+    if group is None or dist.get_world_size(group) == 1:
+        return count
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    tensor = torch.tensor(count, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return int(tensor)
+
+
+def _same_count(parts: list[list[int]], count: int) -> list[list[int]]:
+    return parts + [[] for _ in range(count - len(parts))]
+
+
+def _items(
+    lengths: Sequence[int],
+    budget: int,
+    keys: list[bytes] | None,
+    prompt_lengths: Sequence[int] | None,
+    linear_work: int,
+) -> list[_Item]:
+    """One item per row, or per group of rows with one prompt; a group over the budget is cut."""
+    if keys is None or prompt_lengths is None:
+        return [_Item((i,), n, linear_work * n + n * n) for i, n in enumerate(lengths)]
+    groups: dict[bytes, list[int]] = {}
+    for i, key in enumerate(keys):
+        groups.setdefault(key, []).append(i)
+    items = []
+    for rows in groups.values():
+        prompt = prompt_lengths[rows[0]]
+        members: list[int] = []
+        tokens = prompt
+        for i in rows:
+            own = lengths[i] - prompt
+            if members and tokens + own > budget:
+                items.append(_shared_item(members, tokens, lengths, linear_work))
+                members, tokens = [], prompt
+            members.append(i)
+            tokens += own
+        items.append(_shared_item(members, tokens, lengths, linear_work))
+    return items
+
+
+def _shared_item(rows: list[int], tokens: int, lengths: Sequence[int], linear_work: int) -> _Item:
+    return _Item(tuple(rows), tokens, linear_work * tokens + sum(lengths[i] ** 2 for i in rows))
+
+
+def split_by_budget(items: Sequence[_Item], budget: int) -> list[list[int]]:
+    """Few micro-batches of balanced work, none over the budget; rows ascend within each.
+
+    Balanced partitions are tried first, for the smallest count that can work; first-fit-decreasing always fits.
+    """
+    if not items:
+        return []
+    packed = _first_fit(items, budget)
+    fewest = ceildiv(sum(item.tokens for item in items), budget)
+    for count in range(fewest, len(packed) + 1):
+        parts = _balanced(items, budget, count)
+        if parts is not None:
+            return parts
+    return packed
+
+
+def _balanced(items: Sequence[_Item], budget: int, count: int) -> list[list[int]] | None:
+    """`count` parts of balanced work (fewer when there are fewer items); None when one would be over the budget."""
+    count = min(count, len(items))
+    if count < 1:
+        return []
+    parts = get_seqlen_balanced_partitions([item.work for item in items], count, equal_size=False)
+    if any(sum(items[i].tokens for i in part) > budget for part in parts):
+        return None
+    return [sorted(row for i in part for row in items[i].rows) for part in parts]
+
+
+def _first_fit(items: Sequence[_Item], budget: int) -> list[list[int]]:
+    bins: list[tuple[int, list[int]]] = []
+    for item in sorted(items, key=lambda item: (-item.tokens, item.rows)):
+        for i, (tokens, rows) in enumerate(bins):
+            if tokens + item.tokens <= budget:
+                bins[i] = (tokens + item.tokens, rows + list(item.rows))
+                break
+        else:
+            bins.append((item.tokens, list(item.rows)))
+    return [sorted(rows) for _, rows in bins]
+
+
+def split_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Micro-batches for a padded forward: rows x longest row stays within the budget. Rows of similar length meet."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    parts: list[list[int]] = []
+    for i in order:
+        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= budget:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+    return [sorted(part) for part in parts]
+
+
+# ---- counts and order --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LossCounts:
+    """Denominators of a mini-batch over all data-parallel ranks.
+
+    Attributes:
+        batch_num_tokens: tokens with mask 1.
+        global_batch_size: rows with at least one such token; padding and masked rows weigh nothing.
+        dp_size: ranks over which gradients are averaged.
+    """
+
+    batch_num_tokens: int
+    global_batch_size: int
+    dp_size: int
+
+
+def loss_mask(data: TensorDict) -> Tensor | None:
+    """The mask that the loss uses, jagged or dense; None for data without one."""
+    for name in ("response_mask", "loss_mask"):
+        if name in data.keys():
+            return data[name]
+    return None
+
+
+def count_loss_tokens(data: TensorDict, dp_group: Any, dp_size: int, device: torch.device) -> LossCounts:
+    """Counts of a mini-batch, summed over `dp_group` in one message. *Collective.*"""
+    mask = loss_mask(data)
+    if mask is None:
+        raise ContractError("a loss needs response_mask (or loss_mask) in the batch to know which tokens count")
+    per_row = tu.nested_to_padded(mask).sum(-1) if tu.is_nested(mask) else mask.sum(-1)
+    counts = torch.stack([per_row.sum(), (per_row > 0).sum()]).to(device, torch.int64)
+    if dp_group is not None and dp_size > 1:
+        dist.all_reduce(counts, group=dp_group)
+    tokens, rows = counts.tolist()
+    return LossCounts(tokens, rows, dp_size)
+
+
+def restore_rows(parts: Sequence[tuple[Sequence[int], Tensor, Tensor]]) -> Tensor | None:
+    """Jagged field in row order from (rows, values [sum(lengths)], lengths) of each micro-batch; None without parts."""
+    if not parts:
+        return None
+    rows = torch.tensor([row for part in parts for row in part[0]])
+    joined = tu.nested_from_values(torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts]))
+    return joined if bool((rows.diff() == 1).all()) else tu.nested_index_select(joined, rows.argsort())

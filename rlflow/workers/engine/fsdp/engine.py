@@ -1,0 +1,348 @@
+"""FSDP engine: a causal LM sharded by torch's fully_shard, over NCCL on GPUs and gloo on CPUs.
+
+Invariants
+    - Weights, gradients and optimizer state are sharded over all ranks of the FSDP mesh, also when there is only one.
+    - Gradients are reduced once per mini-batch, in the backward of its last micro-batch; until then they add up locally
+      in the reduction dtype.
+    - Log-probs and entropies are fp32 and exist at response tokens only.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rlflow.utils import tensordict_utils as tu
+from rlflow.utils.device import get_device, get_torch_device, manual_seed
+from rlflow.utils.errors import ConfigError, ContractError
+from rlflow.utils.metric import Metric, merge_metrics
+from rlflow.workers.engine.base import BaseEngine, LossFunction
+from rlflow.workers.engine.batching import (
+    BatchOptions,
+    LossCounts,
+    MicroBatch,
+    count_loss_tokens,
+    prepare_micro_batches,
+    restore_rows,
+)
+from rlflow.workers.engine.fsdp import checkpoint, export
+from rlflow.workers.engine.fsdp.inputs import ModelInputs, build_inputs, empty_inputs, prompt_keys, response_lengths
+from rlflow.workers.engine.fsdp.model import PolicyModel, build_policy, load_hf_config, reshard
+from rlflow.workers.engine.fsdp.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
+from rlflow.workers.engine.process import ensure_process_group
+from rlflow.workers.engine.registry import EngineRegistry
+
+logger = logging.getLogger(__name__)
+
+
+class FSDPEngine(BaseEngine):
+    """Sharding, optimizer, gradients, checkpoints; what a forward computes is the subclass's.
+
+    Attributes (after `initialize`):
+        module: the sharded model.
+        optimizer, lr_scheduler: None when `forward_only`.
+        hf_config: the transformers config, known before `initialize`.
+    """
+
+    def __init__(
+        self, model_config: Any, engine_config: Any, optimizer_config: Any = None, checkpoint_config: Any = None
+    ) -> None:
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        if optimizer_config is None and not engine_config.forward_only:
+            raise ConfigError("an engine that trains needs an optimizer_config; set forward_only for a frozen model")
+        ensure_process_group()
+        self.device = get_device()
+        self.mesh = self._build_mesh()
+        self.hf_config = load_hf_config(model_config)
+        self.module: PolicyModel
+        self.optimizer: Optimizer | None = None
+        self.lr_scheduler: LRScheduler | None = None
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    def _build_mesh(self) -> DeviceMesh:
+        """All ranks, in one dimension or, with 0 < fsdp_size < world, replicated groups of fsdp_size ranks."""
+        world, size = dist.get_world_size(), int(self.engine_config.get("fsdp_size", -1) or -1)
+        if size < 0 or size >= world:
+            return init_device_mesh(self.device.type, (world,), mesh_dim_names=("fsdp",))
+        if world % size:
+            raise ConfigError(f"fsdp_size={size} does not divide {world} ranks")
+        return init_device_mesh(self.device.type, (world // size, size), mesh_dim_names=("ddp", "fsdp"))
+
+    def initialize(self) -> None:
+        """Build, or build again from the original weights, model, optimizer and schedule. *Collective.*"""
+        seed = int(self.engine_config.get("seed", 42))
+        manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        self.module = build_policy(self.model_config, self.engine_config, self.hf_config, self.mesh, self.device)
+        self.module.eval()
+        if not self.engine_config.forward_only:
+            self.optimizer = build_optimizer(self.module.parameters(), self.optimizer_config)
+            self.lr_scheduler = build_lr_scheduler(self.optimizer, self.optimizer_config)
+        if self.is_param_offload_enabled or self.is_optimizer_offload_enabled:
+            self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        """Whether parameters wait on the CPU between modes (never on a CPU device)."""
+        return self.device.type != "cpu" and bool(self.engine_config.get("param_offload", False))
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        """Whether optimizer state waits on the CPU between modes (never on a CPU device)."""
+        return self.device.type != "cpu" and bool(self.engine_config.get("optimizer_offload", False))
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move state to "cpu" or "device"; gradients move with the model."""
+        if device not in ("cpu", "device"):
+            raise ContractError(f"to() takes 'cpu' or 'device', got {device!r}")
+        if grad and not model:
+            raise ContractError("gradients live with their parameters; to(grad=True) needs model=True")
+        if self.device.type == "cpu":
+            return
+        target = torch.device("cpu") if device == "cpu" else self.device
+        if model:
+            reshard(self.module)
+            self.module.to(target)
+        if optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.dim():
+                        state[key] = value.to(target, non_blocking=True)
+        get_torch_device().synchronize()
+        gc.collect()
+        get_torch_device().empty_cache()
+
+    def set_module_mode(self, mode: str | None) -> None:
+        self.module.train(mode == "train")
+        if mode != "train":
+            reshard(self.module)
+
+    # ---- place in the group --------------------------------------------------------------------------------------
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_data_parallel_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_data_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    # ---- one batch -----------------------------------------------------------------------------------------------
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """Run all micro-batches; see `BaseEngine`. Without a loss function only a forward is possible."""
+        if loss_function is None and not forward_only:
+            raise ContractError("a backward needs a loss function; call set_loss_fn first")
+        if self.engine_config.forward_only and not forward_only:
+            raise ContractError("this engine is forward_only: it has no gradients and no optimizer")
+        options = BatchOptions.from_batch(data, self.option_defaults(forward_only))
+        dp_size = self.get_data_parallel_size()
+        counts = None
+        if loss_function is not None:
+            counts = count_loss_tokens(data, self.get_data_parallel_group(), dp_size, self.device)
+        micro_batches = self.split(data, options)
+        root = cast(FSDPModule, self.module)
+        outputs: list[tuple[list[int], dict[str, Tensor], Tensor]] = []
+        losses: list[float] = []
+        metrics: dict[str, Metric] = {}
+        for i, micro in enumerate(micro_batches):
+            if not forward_only:
+                root.set_requires_gradient_sync(i == len(micro_batches) - 1)
+            loss, output, lengths, new = self.forward_step(micro, options, loss_function, counts)
+            if not forward_only:
+                loss.backward()
+            if micro.data is not None:
+                outputs.append((micro.rows, output, lengths))
+                losses.append(float(loss.detach()))
+                merge_metrics(metrics, new)
+        names = list(outputs[0][1]) if outputs else []
+        restored = {name: restore_rows([(rows, out[name], n) for rows, out, n in outputs]) for name in names}
+        return {"model_output": restored, "loss": losses, "metrics": metrics}
+
+    def option_defaults(self, forward_only: bool) -> dict[str, Any]:
+        """Options that a batch does not bring itself."""
+        config = self.engine_config
+        tokens, rows = config.max_token_len_per_gpu, config.micro_batch_size_per_gpu
+        if forward_only:
+            tokens = config.infer_max_token_len_per_gpu or tokens
+            rows = config.infer_micro_batch_size_per_gpu or rows
+        return {
+            "use_remove_padding": config.use_remove_padding,
+            "use_dynamic_bsz": config.use_dynamic_bsz,
+            "max_token_len_per_gpu": tokens,
+            "micro_batch_size_per_gpu": rows,
+        }
+
+    def split(self, data: TensorDict, options: BatchOptions) -> list[MicroBatch]:
+        """The micro-batches of a batch, equally many on all ranks. *Collective.*"""
+        raise NotImplementedError
+
+    def forward_step(
+        self, micro: MicroBatch, options: BatchOptions, loss_function: LossFunction | None, counts: LossCounts | None
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor, dict[str, Any]]:
+        """(scalar loss, detached outputs [sum(lengths)] on the CPU, lengths [rows], metrics) of one micro-batch."""
+        raise NotImplementedError
+
+    def optimizer_zero_grad(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def optimizer_step(self) -> float:
+        """Clip and step; see `BaseEngine`."""
+        if self.optimizer is None:
+            raise ContractError("this engine is forward_only: it has no optimizer")
+        norm = clip_grad_norm(self.module.parameters(), self.optimizer_config.clip_grad)
+        if math.isfinite(norm):
+            self.optimizer.step()
+        else:
+            # All ranks see the same norm, so all of them skip.
+            logger.warning("gradient norm is %s: this optimizer step is skipped", norm)
+            self.optimizer_zero_grad()
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        if self.lr_scheduler is None:
+            raise ContractError("this engine is forward_only: it has no schedule")
+        self.lr_scheduler.step()
+        return float(self.lr_scheduler.get_last_lr()[0])
+
+    # ---- weights and checkpoints ---------------------------------------------------------------------------------
+
+    def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
+        """((name, full tensor), ...) under Hugging Face names; see `BaseEngine`. *Collective.*"""
+        return export.iter_full_tensors(self.module), None
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Write into `local_path`; atomicity and retention are the caller's (see `rlflow.checkpoint`). *Collective.*"""
+        if hdfs_path is not None:
+            raise ConfigError("copies to a remote file system (hdfs_path) are not in this version; set it to null")
+        contents = self._contents("save_contents")
+        folder = Path(local_path)
+        with self.eval_mode():
+            checkpoint.save_state(
+                self.module, self.optimizer, self.lr_scheduler, folder, contents=contents, global_step=global_step
+            )
+            export.save_hf_folder(
+                self.module, self.model_config, folder / "huggingface", with_weights="hf_model" in contents
+            )
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **options: Any
+    ) -> None:
+        """Restore from `local_path`, written by any number of ranks. *Collective.*"""
+        if hdfs_path is not None or del_local_after_load:
+            raise ConfigError("load_checkpoint reads local folders and leaves them in place in this version")
+        contents = self._contents("load_contents")
+        with self.eval_mode():
+            checkpoint.load_state(self.module, self.optimizer, self.lr_scheduler, Path(local_path), contents=contents)
+
+    def _contents(self, key: str) -> list[str]:
+        default = ["model", "optimizer", "extra"]
+        return list(self.checkpoint_config[key]) if self.checkpoint_config is not None else default
+
+
+@EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device=["cuda", "cpu"])
+class FSDPEngineWithLMHead(FSDPEngine):
+    """Outputs of a language model: `log_probs`, with `calculate_entropy` also `entropy`; fp32 rows as `responses`."""
+
+    def initialize(self) -> None:
+        super().initialize()
+        text = self.hf_config.get_text_config()
+        self._linear_work = 6 * int(text.hidden_size)
+        # A prompt that stands for several rows would draw its dropout once instead of once a row.
+        dropouts = (getattr(text, name, 0) for name in ("attention_dropout", "hidden_dropout", "resid_pdrop"))
+        self._may_share = not any(dropouts)
+
+    def option_defaults(self, forward_only: bool) -> dict[str, Any]:
+        # On a CPU matrix products are everything, and a group of n responses repeats its prompt n times; on a GPU long
+        # rows are better served by a variable-length attention kernel, which knows no shared prompts.
+        share = self.engine_config.get("share_prompts", None)
+        return super().option_defaults(forward_only) | {
+            "share_prompts": self.device.type == "cpu" if share is None else bool(share)
+        }
+
+    def split(self, data: TensorDict, options: BatchOptions) -> list[MicroBatch]:
+        total = tu.nested_lengths(tu.check_jagged(data["input_ids"], "input_ids"))
+        prompts = (total - response_lengths(data).to(total.device)).tolist()
+        return prepare_micro_batches(
+            data,
+            options,
+            dp_group=self.get_data_parallel_group(),
+            prompt_keys=prompt_keys if self._may_share else None,
+            prompt_lengths=prompts,
+            linear_work=self._linear_work,
+        )
+
+    def forward_step(
+        self, micro: MicroBatch, options: BatchOptions, loss_function: LossFunction | None, counts: LossCounts | None
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor, dict[str, Any]]:
+        if micro.data is None:
+            log_probs, _ = self.module(empty_inputs(self.device), with_entropy=False)
+            return log_probs.sum(), {}, torch.zeros(0, dtype=torch.int64), {}
+        inputs = self._inputs(micro, options)
+        log_probs, entropy = self.module(inputs, with_entropy=options.calculate_entropy)
+        values = {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
+        loss: Tensor = log_probs.new_zeros(())
+        metrics: dict[str, Any] = {}
+        if loss_function is not None and counts is not None:
+            model_output = {name: tu.nested_from_values(v, inputs.lengths) for name, v in values.items()}
+            loss, metrics = loss_function(
+                model_output=model_output,
+                data=self._loss_data(micro, counts),
+                dp_group=self.get_data_parallel_group(),
+            )
+        outputs = {name: value.detach().cpu() for name, value in values.items()}
+        return loss, outputs, inputs.lengths, metrics
+
+    def _inputs(self, micro: MicroBatch, options: BatchOptions) -> ModelInputs:
+        temperature = options.temperature
+        if isinstance(temperature, Tensor):
+            temperature = temperature[torch.tensor(micro.rows)] if temperature.dim() else float(temperature)
+        assert micro.data is not None
+        return build_inputs(
+            micro.data,
+            temperature=temperature,
+            device=self.device,
+            packed=options.use_remove_padding,
+            share_prompts=options.share_prompts and self._may_share,
+        )
+
+    def _loss_data(self, micro: MicroBatch, counts: LossCounts) -> TensorDict:
+        """The micro-batch on the device, with the counts of its mini-batch."""
+        assert micro.data is not None
+        data = micro.data.to(self.device) if self.device.type != "cpu" else micro.data.copy()
+        return tu.assign_non_tensor_whole(
+            data,
+            {
+                "batch_num_tokens": counts.batch_num_tokens,
+                "global_batch_size": counts.global_batch_size,
+                "dp_size": counts.dp_size,
+            },
+        )

@@ -1,0 +1,161 @@
+"""Log-probabilities and entropies of tokens straight from hidden states, without the logits of all tokens.
+
+With z = (h W^T + b) / T of one token, p = softmax(z), y its label:
+    log-prob   l = z_y - logsumexp(z)          dl/dz = onehot(y) - p
+    entropy    H = -sum_v p_v log p_v          dH/dz = -p (log p + H)
+
+Invariants
+    - At most `chunk` rows of logits exist at a time, in the forward and in the backward (which computes them again).
+    - The matrix product runs in the dtype of hidden and weight, everything behind it in fp32; results are fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Elements of one logits chunk. On a CPU it stays under 32 MiB in fp32, above which the C allocator returns memory to
+# the system after every use and pays for its pages again; a GPU wants matrix products large enough to fill it.
+CPU_CHUNK_ELEMENTS = 7 * 2**20
+GPU_CHUNK_ELEMENTS = 2**27
+MIN_CHUNK_ROWS = 32
+
+
+def chunk_rows(vocab_size: int, device: torch.device, limit: int | None = None) -> int:
+    """Rows of logits to hold at once; `limit` caps it (`entropy_from_logits_chunk_size`)."""
+    elements = GPU_CHUNK_ELEMENTS if device.type == "cuda" else CPU_CHUNK_ELEMENTS
+    rows = max(MIN_CHUNK_ROWS, elements // vocab_size)
+    return rows if limit is None else max(1, min(rows, limit))
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, inv_temperature: Tensor | None) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    if inv_temperature is not None:
+        logits.mul_(inv_temperature.unsqueeze(1))
+    return torch.log_softmax(logits, dim=-1)
+
+
+class _LinearLogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        inv_temperature: Tensor | None,
+        with_entropy: bool,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        n = hidden.shape[0]
+        log_probs = torch.empty(n, dtype=torch.float32, device=hidden.device)
+        entropy = torch.empty_like(log_probs) if with_entropy else None
+        for start in range(0, n, chunk):
+            part = slice(start, start + chunk)
+            inv_t = None if inv_temperature is None else inv_temperature[part]
+            log_p = _log_softmax(hidden[part], weight, bias, inv_t)
+            log_probs[part] = log_p.gather(1, labels[part].unsqueeze(1)).squeeze(1)
+            if entropy is not None:
+                entropy[part] = -(log_p.exp() * log_p).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, labels, inv_temperature, entropy)
+        ctx.chunk = chunk
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, bias, labels, inv_temperature, entropy = ctx.saved_tensors
+        if grad_log_probs is None and grad_entropy is None:
+            return (None,) * 7
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
+        # Sums over chunks are kept in fp32: in bf16 every further chunk would lose its last bits.
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
+        grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if need_bias else None
+        for start in range(0, hidden.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            inv_t = None if inv_temperature is None else inv_temperature[part]
+            log_p = _log_softmax(hidden[part], weight, bias, inv_t)
+            grad_logits = _grad_logits(
+                log_p,
+                labels[part],
+                None if grad_log_probs is None else grad_log_probs[part],
+                None if grad_entropy is None else grad_entropy[part],
+                None if entropy is None else entropy[part],
+            )
+            if inv_t is not None:
+                grad_logits.mul_(inv_t.unsqueeze(1))
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad_logits @ weight
+            if grad_weight is not None:
+                if hidden.dtype == torch.float32:
+                    grad_weight.addmm_(grad_logits.t(), hidden[part])
+                else:
+                    grad_weight += grad_logits.t() @ hidden[part]
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _grad_logits(
+    log_p: Tensor, labels: Tensor, grad_l: Tensor | None, grad_h: Tensor | None, entropy: Tensor | None
+) -> Tensor:
+    """dLoss/dz [chunk, V] from dLoss/dl and dLoss/dH."""
+    p = log_p.exp()
+    if grad_h is not None and entropy is not None:
+        # -gH p (log p + H) - gl p, in the buffer of log p
+        factor = log_p.add_(entropy.unsqueeze(1)).mul_(-grad_h.unsqueeze(1))
+        if grad_l is not None:
+            factor.sub_(grad_l.unsqueeze(1))
+        grad = p.mul_(factor)
+    elif grad_l is not None:
+        grad = p.mul_(-grad_l.unsqueeze(1))
+    else:
+        return p.zero_()
+    if grad_l is not None:
+        grad.scatter_add_(1, labels.unsqueeze(1), grad_l.unsqueeze(1))
+    return grad
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    with_entropy: bool = False,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(hidden W^T / T) at the labels.
+
+    Args:
+        hidden: [N, h] hidden states in the compute dtype.
+        weight: [V, h] output embedding.
+        labels: int64 [N] token ids.
+        bias: [V] or None.
+        temperature: T > 0, one number or fp32 [N].
+        with_entropy: also return entropies (nats); without it their arithmetic is skipped.
+        chunk: rows of logits at a time; None: by memory (`chunk_rows`).
+
+    Returns:
+        log-probs fp32 [N], entropies fp32 [N] or None. Both are differentiable in hidden, weight and bias.
+    """
+    inv_temperature: Tensor | None = None
+    if isinstance(temperature, Tensor):
+        inv_temperature = temperature.to(torch.float32).reciprocal()
+    elif temperature != 1.0:
+        inv_temperature = torch.full((hidden.shape[0],), 1.0 / temperature, device=hidden.device)
+    rows = chunk_rows(weight.shape[0], hidden.device) if chunk is None else chunk
+    return _LinearLogProb.apply(hidden.to(weight.dtype), weight, bias, labels, inv_temperature, with_entropy, rows)

@@ -1,0 +1,245 @@
+"""The module that the engine trains: a Hugging Face causal LM that returns log-probs instead of logits, sharded.
+
+Invariants
+    - Embedding and output head belong to the root's parameter group, so that they are gathered during the root's
+      forward, where the log-probs are computed from hidden states.
+    - Every rank holds the same weights after `build_policy`: rank 0 reads them, the others receive their shards.
+    - A forward in which some attention layer did not use the given layout raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rlflow.utils.errors import ConfigError, ContractError
+from rlflow.utils.import_utils import import_external_libs
+from rlflow.workers.engine.fsdp.inputs import ModelInputs
+from rlflow.workers.engine.fsdp.log_prob import chunk_rows, linear_log_probs
+from rlflow.workers.engine.fsdp.packed_attention import (
+    ATTENTION_NAME,
+    LAYOUT_KWARG,
+    check_attention_support,
+    register_attention,
+)
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "causal_lm."
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+
+def parse_dtype(name: str | torch.dtype, key: str) -> torch.dtype:
+    """The torch dtype of a config value; `ConfigError` names the key."""
+    if isinstance(name, torch.dtype):
+        return name
+    try:
+        return _DTYPES[str(name).removeprefix("torch.")]
+    except KeyError:
+        raise ConfigError(f"{key}={name!r} is no dtype; use one of {', '.join(_DTYPES)}") from None
+
+
+class PolicyModel(nn.Module):
+    """A causal LM whose forward ends in log-probs of given labels at given positions.
+
+    Args:
+        causal_lm: a transformers causal LM that uses `packed_attention`.
+        chunk_limit: most rows of logits to hold at once.
+    """
+
+    def __init__(self, causal_lm: Any, chunk_limit: int | None = None) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.chunk_limit = chunk_limit
+        self.num_layers = causal_lm.config.get_text_config().num_hidden_layers
+
+    def forward(self, inputs: ModelInputs, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probs fp32 [N] of the labels, and entropies fp32 [N] (nats) when asked for."""
+        inputs.layout.calls = 0
+        hidden = self.causal_lm.base_model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=None,
+            use_cache=False,
+            **{LAYOUT_KWARG: inputs.layout},
+        ).last_hidden_state
+        if inputs.layout.calls != self.num_layers:
+            raise ContractError(
+                f"{type(self.causal_lm).__name__} ran packed attention {inputs.layout.calls} times for "
+                f"{self.num_layers} layers: some layers attend by themselves, across the rows of a packed batch"
+            )
+        head = self.causal_lm.get_output_embeddings()
+        hidden = hidden.flatten(0, 1).index_select(0, inputs.predict_index)
+        return linear_log_probs(
+            hidden,
+            head.weight,
+            inputs.labels,
+            bias=getattr(head, "bias", None),
+            temperature=inputs.temperature,
+            with_entropy=with_entropy,
+            chunk=chunk_rows(head.weight.shape[0], hidden.device, self.chunk_limit),
+        )
+
+
+def load_hf_config(model_config: Any) -> Any:
+    """The transformers config of `model_config` with its overrides applied.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+    """
+    from transformers import AutoConfig
+
+    import_external_libs(model_config.get("external_lib"))
+    try:
+        config = AutoConfig.from_pretrained(
+            model_config.config_source, trust_remote_code=model_config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={model_config.path!r} holds no model config: {error}"
+        ) from error
+    overrides = dict(model_config.override_config or {})
+    if overrides.pop("attn_implementation", None) is not None:
+        logger.info("model.override_config.attn_implementation does not concern the FSDP engine: it packs rows itself")
+    _override(config, overrides.get("model_config", overrides))
+    return config
+
+
+def _override(config: Any, values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        current = getattr(config, key, None)
+        if isinstance(value, dict) and current is not None and not isinstance(current, dict):
+            _override(current, value)
+        else:
+            setattr(config, key, value)
+
+
+def load_causal_lm(model_config: Any, hf_config: Any, dtype: torch.dtype, with_weights: bool) -> Any:
+    """The transformers model on the CPU in `dtype`; without weights its parameters are uninitialised memory."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    register_attention()
+    try:
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(hf_config)]
+    except KeyError:
+        model_class = None  # code that comes with the checkpoint; checked below, when its class is known
+    if model_class is not None:
+        check_attention_support(hf_config.get_text_config(), model_class)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": ATTENTION_NAME,
+        "trust_remote_code": model_config.trust_remote_code,
+    }
+    if with_weights:
+        model = AutoModelForCausalLM.from_pretrained(model_config.path, config=hf_config, **options)
+    else:
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(hf_config, **options)
+        model.tie_weights()
+    check_attention_support(model.config.get_text_config(), type(model))
+    if model.config.get_text_config()._attn_implementation != ATTENTION_NAME:
+        raise ConfigError(f"{type(model).__name__} did not accept the attention {ATTENTION_NAME!r}")
+    return model
+
+
+def shard_targets(causal_lm: Any) -> list[nn.Module]:
+    """The transformer layers, each of which becomes one group of sharded parameters."""
+    names = set(getattr(causal_lm, "_no_split_modules", None) or [])
+    layers = [module for module in causal_lm.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(f"{type(causal_lm).__name__} names no layer class in _no_split_modules; nothing to shard by")
+    return layers
+
+
+def build_policy(
+    model_config: Any, engine_config: Any, hf_config: Any, mesh: DeviceMesh, device: torch.device
+) -> PolicyModel:
+    """Load, wrap and shard the model; a collective of all ranks of `mesh`.
+
+    Args:
+        model_config: `HFModelConfig`.
+        engine_config: `FSDPEngineConfig`.
+        hf_config: from `load_hf_config`.
+        mesh: 1-D ("fsdp") or 2-D ("ddp", "fsdp"), covering the default process group.
+        device: where this rank computes.
+    """
+    dtype_name = engine_config.model_dtype or ("bf16" if engine_config.forward_only else "fp32")
+    dtype = parse_dtype(dtype_name, "fsdp_config.model_dtype")
+    reader = dist.get_rank() == 0
+    causal_lm = load_causal_lm(model_config, hf_config, dtype, with_weights=reader)
+    if model_config.enable_gradient_checkpointing and not engine_config.forward_only:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = PolicyModel(causal_lm, engine_config.get("entropy_from_logits_chunk_size"))
+    full = {name: param.detach() for name, param in policy.named_parameters()} if reader else {}
+    _shard(policy, engine_config, mesh)
+    if dist.get_world_size() > 1:
+        _scatter_weights(policy, full, device)
+    if engine_config.forward_only:
+        policy.requires_grad_(False)
+    return policy
+
+
+def _shard(policy: PolicyModel, engine_config: Any, mesh: DeviceMesh) -> None:
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed_precision_policy(engine_config)}
+    # A single rank gathers nothing: freeing "gathered" weights would only copy them once more in the backward.
+    options["reshard_after_forward"] = bool(engine_config.reshard_after_forward) and mesh.size() > 1
+    for layer in shard_targets(policy.causal_lm):
+        fully_shard(layer, **options)
+    fully_shard(policy, **options)
+
+
+def mixed_precision_policy(engine_config: Any) -> MixedPrecisionPolicy:
+    """Compute and reduction precision: `mixed_precision` where given, else bf16 or fp32 by `dtype`, reduced in fp32.
+
+    Raises:
+        ConfigError: fp16, whose gradients would need a loss scale that this engine does not have.
+    """
+    given = dict(engine_config.mixed_precision or {})
+    param = parse_dtype(given.get("param_dtype", engine_config.dtype), "fsdp_config.dtype")
+    reduce = parse_dtype(given.get("reduce_dtype", "fp32"), "fsdp_config.mixed_precision.reduce_dtype")
+    if torch.float16 in (param, reduce):
+        raise ConfigError(
+            "float16 training needs loss scaling, which the FSDP engine does not do; use fsdp_config.dtype=bfloat16"
+        )
+    # Inputs need no cast: activations have the dtype of the embedding they start from. A cast would also copy the
+    # attention layout and round the temperatures that travel with it.
+    return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=False)
+
+
+@torch.no_grad()
+def _scatter_weights(policy: PolicyModel, full: dict[str, Tensor], device: torch.device) -> None:
+    """Give every rank its shards of rank 0's weights."""
+    mine = [name for name, _ in policy.named_parameters()]
+    first = [mine]
+    dist.broadcast_object_list(first, src=0)
+    if first[0] != mine:
+        odd = sorted(set(first[0]) ^ set(mine))
+        raise ContractError(f"rank {dist.get_rank()} built another model than rank 0: they differ in {odd[:4]}")
+    for name, param in policy.named_parameters():
+        assert isinstance(param, DTensor)
+        source = full.pop(name).to(device) if full else torch.empty(param.shape, dtype=param.dtype, device=device)
+        shard = distribute_tensor(source, param.device_mesh, param.placements, src_data_rank=0)
+        param.to_local().copy_(shard.to_local())
+
+
+def reshard(module: nn.Module) -> None:
+    """Free gathered weights, so that parameters are the sharded ones again."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

@@ -1,0 +1,152 @@
+"""Optimizer, learning-rate schedule and gradient norm of the FSDP engine."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from rlflow.utils.errors import ConfigError
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], config: Any) -> Optimizer:
+    """The optimizer class `config.optimizer` of module `config.optimizer_impl`.
+
+    Every class gets `lr` and `weight_decay`, those named *adam* or *ademamix* also `betas`; `override_optimizer_config`
+    is added on top.
+
+    Raises:
+        ConfigError: the module or class does not exist, or refuses an argument.
+    """
+    try:
+        module = importlib.import_module(config.optimizer_impl)
+        cls = getattr(module, config.optimizer)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"optim.optimizer={config.optimizer!r} of optim.optimizer_impl={config.optimizer_impl!r} cannot be loaded: "
+            f"{error}. The usual values are AdamW and torch.optim."
+        ) from error
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    name = config.optimizer.lower()
+    if "adam" in name or "ademamix" in name:
+        options["betas"] = tuple(config.betas)
+    if "fused" in inspect.signature(cls).parameters and cls.__module__.startswith("torch.optim"):
+        # One kernel per tensor list. The default loop pays the dispatch of sharded tensors for every small operation.
+        options["fused"] = True
+    options.update(config.override_optimizer_config or {})
+    if options.get("foreach") and "fused" not in (config.override_optimizer_config or {}):
+        options.pop("fused", None)
+    try:
+        return cls(list(parameters), **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optim.optimizer={config.optimizer} refused {options}: {error}") from error
+
+
+def constant_factor(step: int, warmup: int) -> float:
+    """Linear from 0 to 1 over `warmup` steps, then 1."""
+    return step / max(1, warmup) if step < warmup else 1.0
+
+
+def cosine_factor(
+    step: int,
+    warmup: int,
+    total: int,
+    *,
+    min_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    init_ratio: float = 0.0,
+    zero_indexed: bool = True,
+) -> float:
+    """Linear from `init_ratio` to 1 over `warmup` steps, then a cosine to `min_ratio`, where it stays.
+
+    With p the share of the steps after the warm-up: cos(2 pi cycles p) (1 - min) / 2 + (1 + min) / 2.
+    """
+    step = step if zero_indexed else step + 1
+    if step < warmup:
+        return init_ratio + (1.0 - init_ratio) * step / max(1, warmup)
+    progress = (step - warmup) / max(1, total - warmup)
+    if progress >= 1.0 and num_cycles == 0.5:
+        return min_ratio
+    wave = math.cos(2 * math.pi * num_cycles * progress)
+    return max(min_ratio, wave * (1 - min_ratio) / 2 + (1 + min_ratio) / 2)
+
+
+def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
+    """Factor `constant_factor`: step 0 of a warm-up has learning rate 0."""
+    return LambdaLR(optimizer, lambda step: constant_factor(step, num_warmup_steps), last_epoch)
+
+
+def get_cosine_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    init_lr_ratio: float | None = None,
+    zero_indexed_step: bool = True,
+) -> LambdaLR:
+    """Factor `cosine_factor`."""
+
+    def factor(step: int) -> float:
+        return cosine_factor(
+            step,
+            num_warmup_steps,
+            num_training_steps,
+            min_ratio=min_lr_ratio,
+            num_cycles=num_cycles,
+            init_ratio=init_lr_ratio or 0.0,
+            zero_indexed=zero_indexed_step,
+        )
+
+    return LambdaLR(optimizer, factor, last_epoch)
+
+
+def build_lr_scheduler(optimizer: Optimizer, config: Any) -> LambdaLR:
+    """The schedule of an `FSDPOptimizerConfig`; one step per update, not per optimizer step.
+
+    Warm-up steps: `lr_warmup_steps` when > 0, else `lr_warmup_steps_ratio` of the total.
+    """
+    total = config.total_training_steps
+    warmup = config.lr_warmup_steps
+    if warmup <= 0:
+        warmup = int(config.lr_warmup_steps_ratio * max(0, total))
+    if config.lr_scheduler_type == "constant":
+        return get_constant_schedule_with_warmup(optimizer, warmup)
+    if config.lr_scheduler_type == "cosine":
+        if total <= 0:
+            raise ConfigError("optim.lr_scheduler_type=cosine needs optim.total_training_steps; the trainer sets it")
+        return get_cosine_schedule_with_warmup(
+            optimizer,
+            warmup,
+            total,
+            min_lr_ratio=config.min_lr_ratio or 0.0,
+            num_cycles=config.num_cycles,
+            zero_indexed_step=config.zero_indexed_step,
+        )
+    raise ConfigError(f"optim.lr_scheduler_type={config.lr_scheduler_type!r} is unknown; use constant or cosine")
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
+    """The norm of all gradients over all ranks, after which they are scaled down to `max_norm` (None: left alone).
+
+    A non-finite norm is returned without touching the gradients. *Collective.*
+    """
+    params = [p for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    total: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    value = float(total)
+    if max_norm is not None and math.isfinite(value) and value > max_norm:
+        scale = max_norm / (value + 1e-6)
+        for param in params:
+            grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+            grad.mul_(scale)  # type: ignore[union-attr]
+    return value

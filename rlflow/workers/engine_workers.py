@@ -1,0 +1,241 @@
+"""The RPC surface of training: what a controller may call on a group of worker processes.
+
+    TrainingWorker            one model: a policy, later a critic (in `training_worker.py`)
+    ActorRolloutRefWorker     the policy, its frozen reference and the sender of its weights, in one process
+
+Invariants
+    - Every method is called on all ranks of a group; its collectives meet.
+    - A call reads and writes the fields it declares, and nothing else.
+    - The configuration is read, never changed: `init_model` can be called again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from rlflow.checkpoint_engine.base import WeightReceipt, WeightSender, build_sender
+from rlflow.config import (
+    FSDPActorConfig,
+    HFModelConfig,
+    RefConfig,
+    RolloutConfig,
+    TrainingWorkerConfig,
+    omega_conf_to_dataclass,
+)
+from rlflow.single_controller.base import Dispatch, Worker, WorkerContext, mesh, register
+from rlflow.utils import tensordict_utils as tu
+from rlflow.utils.device import get_torch_device
+from rlflow.utils.errors import ConfigError, ContractError
+from rlflow.workers.engine.base import LossFunction
+from rlflow.workers.engine.process import prepare_process
+from rlflow.workers.losses import ppo_loss
+from rlflow.workers.training_worker import TrainingWorker
+
+__all__ = ["ActorRolloutRefWorker", "TrainingWorker", "TrainingWorkerConfig"]
+
+ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
+
+
+class ActorRolloutRefWorker(Worker):
+    """The policy of a run: trained here, frozen here as its own reference, sent from here to the rollout servers.
+
+    Args:
+        config: the resolved `actor_rollout_ref` node.
+        role: which parts this process has, one of `ROLES`.
+        context: place in the group; None: from the environment.
+    """
+
+    actor_worker_cls = TrainingWorker
+    ref_worker_cls = TrainingWorker
+
+    def __init__(self, config: Any, role: str, *, context: WorkerContext | None = None, **_: Any) -> None:
+        super().__init__(context=context)
+        if role not in ROLES:
+            raise ConfigError(f"role={role!r} is unknown; choose from {', '.join(ROLES)}")
+        self.config = config
+        self.role = role
+        self._is_actor = role in ("actor", "actor_rollout", "actor_rollout_ref")
+        self._is_rollout = role in ("rollout", "actor_rollout", "actor_rollout_ref")
+        self._is_ref = role in ("ref", "actor_rollout_ref")
+        self.actor: TrainingWorker | None = None
+        self.ref: TrainingWorker | None = None
+        self.weight_sender: WeightSender | None = None
+        self._server: Any = None
+
+    # ---- building ------------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the models of this role and register the meshes "actor" and "ref"."""
+        prepare_process(self.context)
+        self.model_config = omega_conf_to_dataclass(self.config.model, HFModelConfig)
+        self.rollout_config = omega_conf_to_dataclass(self.config.rollout, RolloutConfig)
+        if self._is_ref:
+            self.ref = self._build_ref()
+            self.set_dispatch_collect("ref", **self.ref.get_dispatch_collect("train"))
+        if self._is_actor:
+            self.actor = self._build_actor()
+            self.set_dispatch_collect("actor", **self.actor.get_dispatch_collect("train"))
+        if self._is_actor and self._is_rollout:
+            self.weight_sender = build_sender(self.rollout_config, self.rank, self.world_size)
+        get_torch_device().empty_cache()
+
+    def _build_ref(self) -> TrainingWorker:
+        config = omega_conf_to_dataclass(self.config.ref, RefConfig)
+        engine = config.fsdp_config
+        engine.forward_only = True
+        engine.use_remove_padding = self.model_config.use_remove_padding
+        engine.use_dynamic_bsz = config.log_prob_use_dynamic_bsz
+        engine.infer_max_token_len_per_gpu = config.log_prob_max_token_len_per_gpu
+        engine.infer_micro_batch_size_per_gpu = config.log_prob_micro_batch_size_per_gpu
+        worker = self.ref_worker_cls(
+            TrainingWorkerConfig(model_config=self.model_config, engine_config=engine), context=self.context
+        )
+        worker.reset()
+        return worker
+
+    def _build_actor(self) -> TrainingWorker:
+        config = omega_conf_to_dataclass(self.config.actor, FSDPActorConfig)
+        engine = config.fsdp_config
+        engine.use_remove_padding = self.model_config.use_remove_padding
+        engine.use_dynamic_bsz = config.use_dynamic_bsz
+        engine.max_token_len_per_gpu = config.ppo_max_token_len_per_gpu
+        engine.micro_batch_size_per_gpu = config.ppo_micro_batch_size_per_gpu
+        engine.infer_max_token_len_per_gpu = self.rollout_config.log_prob_max_token_len_per_gpu
+        engine.infer_micro_batch_size_per_gpu = self.rollout_config.log_prob_micro_batch_size_per_gpu
+        worker = self.actor_worker_cls(
+            TrainingWorkerConfig(
+                model_config=self.model_config,
+                engine_config=engine,
+                optimizer_config=config.optim,
+                checkpoint_config=config.checkpoint,
+            ),
+            context=self.context,
+        )
+        worker.reset()
+        worker.set_loss_fn(partial(ppo_loss, config=self._loss_config(config)))
+        return worker
+
+    def _loss_config(self, config: FSDPActorConfig) -> FSDPActorConfig:
+        if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
+            # The padded width of a micro-batch would make the scale depend on the split.
+            return dataclasses.replace(config, loss_scale_factor=float(self.rollout_config.response_length))
+        return config
+
+    # ---- the step ------------------------------------------------------------------------------------------------
+
+    @register(
+        dispatch_mode=mesh("actor"),
+        reads=("input_ids", "responses"),
+        optional_reads=("position_ids",),
+        writes=("old_log_probs", "entropy"),
+    )
+    def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """Log-probabilities of the sampled tokens under the current policy.
+
+        Returns jagged rows aligned with `responses`: `old_log_probs` fp32 [N, j], `entropy` fp32 [N, j] (nats).
+        """
+        options = {"use_dynamic_bsz": self.rollout_config.log_prob_use_dynamic_bsz, "calculate_entropy": True}
+        return _log_prob_rows(self._actor(), data, options, {"log_probs": "old_log_probs", "entropy": "entropy"})
+
+    @register(
+        dispatch_mode=mesh("ref"),
+        reads=("input_ids", "responses"),
+        optional_reads=("position_ids",),
+        writes=("ref_log_prob",),
+    )
+    def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """The same under the reference policy: `ref_log_prob` fp32 [N, j]."""
+        if self.ref is None:
+            raise ContractError(f"a worker of role {self.role!r} has no reference policy, or init_model was not called")
+        return _log_prob_rows(self.ref, data, {"calculate_entropy": False}, {"log_probs": "ref_log_prob"})
+
+    @register(
+        dispatch_mode=mesh("actor"),
+        reads=("input_ids", "responses", "response_mask", "old_log_probs", "advantages"),
+        optional_reads=("position_ids", "ref_log_prob", "rollout_is_weights"),
+    )
+    def update_actor(self, data: TensorDict) -> TensorDict | None:
+        """Train on the rows; see `TrainingWorker.train_mini_batch`. Returns `metrics` only."""
+        return self._actor().train_mini_batch(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_loss_fn(self, loss_fn: LossFunction) -> None:
+        """Replace the policy's loss."""
+        self._actor().set_loss_fn(loss_fn)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move the policy's state to "cpu" or "device"."""
+        self._actor().to(device, model=model, optimizer=optimizer, grad=grad)
+
+    def _actor(self) -> TrainingWorker:
+        if self.actor is None:
+            raise ContractError(f"a worker of role {self.role!r} has no actor, or init_model was not called")
+        return self.actor
+
+    # ---- weights to the rollout servers --------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def bind_rollout(self, server_handles: list[Any]) -> None:
+        """Say which server this rank feeds: element i belongs to rank i, None for a rank that feeds none."""
+        if len(server_handles) != self.world_size:
+            raise ContractError(f"bind_rollout got {len(server_handles)} handles for {self.world_size} ranks")
+        self._server = server_handles[self.rank]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> WeightReceipt | None:
+        """Send the policy's weights, as version `global_steps`, to the server of this rank.
+
+        Returns the receipt that both ends agree on; None on a rank without a server.
+        """
+        if self.weight_sender is None:
+            raise ContractError(f"a worker of role {self.role!r} sends no weights")
+        if mode not in ("auto", "naive"):
+            raise ConfigError(f"update_weights(mode={mode!r}) is not in this version; use auto or naive")
+        engine = self._actor().engine
+        with engine.eval_mode():
+            params, _ = engine.get_per_tensor_param()
+            return await self.weight_sender.send(params, self._server, int(global_steps or 0))
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Write the policy's state into the folder `local_path`."""
+        self._actor().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Restore the policy's state."""
+        self._actor().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _log_prob_rows(
+    worker: TrainingWorker, data: TensorDict, options: dict[str, Any], names: dict[str, str]
+) -> TensorDict | None:
+    """Inference without a loss; outputs under the names of the queue's fields."""
+    data = data.copy()
+    tu.assign_non_tensor_whole(data, options | {"compute_loss": False})
+    output = worker.infer_batch(data)
+    if output is None:
+        return None
+    return tu.get_tensordict({field: output[name] for name, field in names.items()})

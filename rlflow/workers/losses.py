@@ -1,0 +1,110 @@
+"""Losses that the engines call, once per micro-batch.
+
+Contract: `loss_function(model_output=, data=, dp_group=) -> (scalar, metrics)`. `data` carries `batch_num_tokens`,
+`global_batch_size` and `dp_size` of the whole mini-batch over all ranks, so that
+
+    sum over micro-batches of (local sum / global count x dp_size), averaged over ranks,
+
+is the exact mean of the mini-batch for any split. Metrics are `Metric`s: a mean carries the tokens it averages over, a
+partial loss is a sum (`Metric.aggregate_dp` divides by the ranks what dp_size multiplied).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlflow.trainer.ppo.core_algos import get_policy_loss_fn
+from rlflow.trainer.ppo.core_algos.aggregate import agg_loss
+from rlflow.trainer.ppo.core_algos.kl import kl_penalty
+from rlflow.utils import tensordict_utils as tu
+from rlflow.utils.errors import ContractError
+from rlflow.utils.metric import AggregationType, Metric
+
+
+def response_field(data: TensorDict, name: str, lengths: Tensor) -> Tensor:
+    """The response-aligned field `name` as dense [B, R], zeros behind each row.
+
+    Raises:
+        ContractError: the field is missing, or its rows do not line up with `responses`.
+    """
+    if name not in data.keys():
+        raise ContractError(f"the loss needs {name}, but the batch has only {sorted(data.keys())}")
+    field = data[name]
+    width = int(lengths.max()) if lengths.numel() else 0
+    if not tu.is_nested(field):
+        if field.shape[1] != width or bool((lengths != width).any()):
+            raise ContractError(f"{name} is dense {tuple(field.shape)}, the responses have lengths up to {width}")
+        return field
+    if not torch.equal(tu.nested_lengths(field).to(lengths.device), lengths):
+        raise ContractError(f"rows of {name} do not line up with the responses they belong to")
+    return tu.nested_to_padded(field, width=width)
+
+
+def ppo_loss(
+    config: Any, model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Policy loss - entropy_coeff x entropy + kl_loss_coef x KL to the reference.
+
+    Args:
+        config: actor config (`policy_loss.loss_mode` names the loss).
+        model_output: jagged `log_probs` [B, j] fp32 with gradient, optional `entropy`.
+        data: `response_mask`, `old_log_probs`, `advantages`, optional `rollout_is_weights`, with `use_kl_loss` also
+            `ref_log_prob`; all response-aligned.
+        dp_group: unused; part of the contract.
+
+    Returns:
+        The scalar and `actor/pg_loss`, the policy loss's own metrics, and where they are on `actor/entropy_loss`,
+        `kl_loss`, `kl_coef`.
+    """
+    lengths = tu.nested_lengths(model_output["log_probs"])
+    log_prob = tu.nested_to_padded(model_output["log_probs"])
+    mask = response_field(data, "response_mask", lengths).to(log_prob.device).bool()
+    counts = {
+        "dp_size": tu.get(data, "dp_size", 1),
+        "batch_num_tokens": tu.get(data, "batch_num_tokens"),
+        "global_batch_size": tu.get(data, "global_batch_size"),
+        "loss_scale_factor": config.get("loss_scale_factor"),
+    }
+    weights = None
+    if "rollout_is_weights" in data.keys():
+        weights = response_field(data, "rollout_is_weights", lengths)
+    pg_loss, pg_metrics = get_policy_loss_fn(config.policy_loss.loss_mode)(
+        old_log_prob=response_field(data, "old_log_probs", lengths),
+        log_prob=log_prob,
+        advantages=response_field(data, "advantages", lengths),
+        response_mask=mask,
+        loss_agg_mode=config.loss_agg_mode,
+        config=_with_counts(config, counts),
+        rollout_is_weights=weights,
+    )
+    tokens = float(mask.sum())
+    metrics: dict[str, Any] = {
+        name: value if isinstance(value, Metric) else Metric(AggregationType.MEAN, value, weight=tokens)
+        for name, value in pg_metrics.items()
+    }
+    metrics["actor/pg_loss"] = Metric(AggregationType.SUM, pg_loss)
+    loss = pg_loss
+    if "entropy" in model_output:
+        entropy = agg_loss(tu.nested_to_padded(model_output["entropy"]), mask, config.loss_agg_mode, **counts)
+        metrics["actor/entropy_loss"] = Metric(AggregationType.SUM, entropy)
+        if config.entropy_coeff:
+            loss = loss - config.entropy_coeff * entropy
+    if config.use_kl_loss:
+        kld = kl_penalty(log_prob, response_field(data, "ref_log_prob", lengths), config.kl_loss_type)
+        kl_loss = agg_loss(kld, mask, config.loss_agg_mode, **counts)
+        metrics["kl_loss"] = Metric(AggregationType.SUM, kl_loss)
+        metrics["kl_coef"] = Metric(AggregationType.MEAN, config.kl_loss_coef)
+        loss = loss + config.kl_loss_coef * kl_loss
+    return loss, metrics
+
+
+def _with_counts(config: Any, counts: dict[str, Any]) -> Any:
+    """A copy of the config whose `global_batch_info` policy losses hand to `agg_loss`; the shared one is not touched."""
+    mine = copy.copy(config)
+    object.__setattr__(mine, "global_batch_info", counts)
+    return mine

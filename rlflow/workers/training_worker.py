@@ -1,0 +1,305 @@
+"""`TrainingWorker`: one model on one rank, and the calls that train it, run it and save it.
+
+Invariants
+    - Every method is called on all ranks of a group; its collectives meet.
+    - Options travel in the batch as objects for the whole batch and are read into typed records here.
+    - Metrics are `Metric`s gathered over ranks once a call, so that every rank returns the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from rlflow.config import TrainingWorkerConfig
+from rlflow.single_controller.base import Dispatch, Worker, WorkerContext, mesh, register
+from rlflow.utils import tensordict_utils as tu
+from rlflow.utils.device import get_torch_device
+from rlflow.utils.errors import ConfigError, ContractError
+from rlflow.utils.flops_counter import FlopsCounter
+from rlflow.utils.metric import AggregationType, Metric
+from rlflow.workers.engine.base import BaseEngine, LossFunction
+from rlflow.workers.engine.process import prepare_process
+from rlflow.workers.engine.registry import EngineRegistry
+
+Metrics = dict[str, Metric]
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateOptions:
+    """How `train_mini_batch` goes over its rows; sizes count rows on all ranks together."""
+
+    mini_batch_size: int | None = None
+    num_mini_batch: int | None = None
+    epochs: int = 1
+    seed: int = 42
+    dataloader_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    disable_auto_offload: bool = False
+
+    @classmethod
+    def pop_from(cls, data: TensorDict) -> UpdateOptions:
+        """Take the options out of a batch."""
+        found = {f.name: tu.pop(data, f.name) for f in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in found.items() if value is not None})
+
+    def rows_per_rank(self, rows: int, dp_size: int) -> int:
+        """Rows of a mini-batch on one rank that holds `rows`.
+
+        Raises:
+            ContractError: neither size is given, or it does not divide.
+        """
+        if self.mini_batch_size is not None:
+            size, rest = divmod(self.mini_batch_size, dp_size)
+            if rest or size < 1 or rows % size:
+                raise ContractError(
+                    f"mini_batch_size={self.mini_batch_size} rows over {dp_size} ranks does not divide {rows} rows a "
+                    "rank; ppo_mini_batch_size x rollout.n must be a multiple of the ranks and divide the batch"
+                )
+            return size
+        if self.num_mini_batch is None:
+            raise ContractError("train_mini_batch needs mini_batch_size or num_mini_batch")
+        size, rest = divmod(rows, self.num_mini_batch)
+        if rest or size < 1:
+            raise ContractError(f"{rows} rows a rank do not split into num_mini_batch={self.num_mini_batch}")
+        return size
+
+
+@dataclasses.dataclass
+class _Step:
+    """What one optimizer step (or one inference) left on this rank; gathered over ranks."""
+
+    metrics: Metrics
+    loss: float
+    grad_norm: float | None = None
+
+
+class TrainingWorker(Worker):
+    """One model on one rank, and what can be done with it.
+
+    Args:
+        config: the model, its engine, optimizer and checkpoint options.
+        context: place in the group; None: from the environment.
+    """
+
+    def __init__(self, config: TrainingWorkerConfig, *, context: WorkerContext | None = None) -> None:
+        super().__init__(context=context)
+        prepare_process(self.context)
+        if config.engine_config is None:
+            raise ConfigError("TrainingWorkerConfig.engine_config is missing; nothing says how the model is trained")
+        self.config = config
+        self.engine_config = config.engine_config
+        self.engine: BaseEngine = EngineRegistry.new(
+            config.model_type or "language_model",
+            backend=config.engine_config.strategy,
+            model_config=config.model_config,
+            engine_config=config.engine_config,
+            optimizer_config=config.optimizer_config,
+            checkpoint_config=config.checkpoint_config,
+        )
+        self._register_dispatch_collect_info(
+            "train",
+            dp_rank=self.engine.get_data_parallel_rank(),
+            is_collect=self.engine.is_mp_src_rank_with_outputs(),
+        )
+        hf_config = getattr(self.engine, "hf_config", None)
+        self.flops_counter = None if hf_config is None else FlopsCounter(hf_config)
+        self.loss_fn: LossFunction | None = None
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reset(self) -> None:
+        """Build the model, or build it again from its original weights, with a fresh optimizer and schedule."""
+        self.engine.initialize()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_loss_fn(self, loss_fn: LossFunction) -> None:
+        """Keep the loss of `train_*`; a picklable callable."""
+        self.loss_fn = loss_fn
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move state to "cpu" or "device"."""
+        self.engine.to(device, model=model, optimizer=optimizer, grad=grad)
+
+    # ---- batches -------------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=mesh("train"), blocking=False)
+    def train_mini_batch(self, data: TensorDict) -> TensorDict | None:
+        """Split the rows into mini-batches, one optimizer step each, `epochs` times; the schedule advances once.
+
+        Options in the batch: see `UpdateOptions` and `BatchOptions`.
+
+        Returns:
+            A batch without rows whose `metrics` (name -> `Metric`) hold the loss function's metrics, `loss`,
+            `grad_norm`, `lr`, `skipped_steps`, memory, and `mfu` where the device is known.
+        """
+        loss_fn = self._loss_fn()
+        data = data.copy()
+        options = UpdateOptions.pop_from(data)
+        update_lr = bool(tu.pop(data, "update_lr_scheduler", True))
+        # The engine counts rows that have tokens itself; the nominal number would include padding rows.
+        tu.pop(data, "global_batch_size")
+        rows = options.rows_per_rank(data.batch_size[0], self.engine.get_data_parallel_size())
+        seed = options.seed + self.engine.get_data_parallel_rank()
+        steps: list[_Step] = []
+        lengths: list[int] = []
+        started = time.perf_counter()
+        with self.engine.train_mode(disable_auto_offload=options.disable_auto_offload):
+            for mini in tu.make_iterator(data, rows, options.epochs, seed, options.dataloader_kwargs):
+                steps.append(self._train_step(mini, loss_fn))
+                lengths.extend(tu.nested_lengths(mini["input_ids"]).tolist())
+        metrics = self._gather(steps, lengths, time.perf_counter() - started, forward_only=False)
+        if update_lr:
+            metrics["lr"] = Metric(AggregationType.LAST, self.engine.lr_scheduler_step())
+        return self._output(metrics)
+
+    @register(dispatch_mode=mesh("train"), blocking=False)
+    def train_batch(self, data: TensorDict) -> TensorDict | None:
+        """One optimizer step over all rows; the schedule advances only with `update_lr_scheduler`."""
+        loss_fn = self._loss_fn()
+        data = data.copy()
+        offload = bool(tu.pop(data, "disable_auto_offload", False))
+        update_lr = bool(tu.pop(data, "update_lr_scheduler", False))
+        tu.pop(data, "global_batch_size")
+        started = time.perf_counter()
+        with self.engine.train_mode(disable_auto_offload=offload):
+            step = self._train_step(data, loss_fn)
+        lengths = tu.nested_lengths(data["input_ids"]).tolist()
+        metrics = self._gather([step], lengths, time.perf_counter() - started, forward_only=False)
+        if update_lr:
+            metrics["lr"] = Metric(AggregationType.LAST, self.engine.lr_scheduler_step())
+        return self._output(metrics)
+
+    @register(dispatch_mode=mesh("train"), blocking=False)
+    def infer_batch(self, data: TensorDict) -> TensorDict | None:
+        """Forward only.
+
+        `compute_loss` (default: whether a loss function is set) also evaluates the loss; `no_lora_adapter` runs without
+        the adapter.
+
+        Returns:
+            The model's outputs, jagged rows on the CPU, and `metrics`.
+        """
+        data = data.copy()
+        offload = bool(tu.pop(data, "disable_auto_offload", False))
+        loss_fn = self.loss_fn if tu.pop(data, "compute_loss", self.loss_fn is not None) else None
+        adapter = self.engine.disable_adapter() if tu.pop(data, "no_lora_adapter", False) else nullcontext()
+        started = time.perf_counter()
+        with self.engine.eval_mode(disable_auto_offload=offload), adapter:
+            outputs = self.engine.infer_batch(data, loss_fn)
+        steps = [_Step(outputs["metrics"], sum(outputs["loss"]))] if loss_fn is not None else []
+        lengths = tu.nested_lengths(data["input_ids"]).tolist()
+        metrics = self._gather(steps, lengths, time.perf_counter() - started, forward_only=True)
+        if not self.engine.is_mp_src_rank_with_outputs():
+            return None
+        fields = {name: value for name, value in outputs["model_output"].items() if value is not None}
+        return tu.get_tensordict(fields, {"metrics": metrics})
+
+    def _loss_fn(self) -> LossFunction:
+        if self.loss_fn is None:
+            raise ContractError("no loss function: call set_loss_fn before training")
+        return self.loss_fn
+
+    def _train_step(self, data: TensorDict, loss_fn: LossFunction) -> _Step:
+        outputs = self.engine.train_batch(data, loss_fn)
+        grad_norm = outputs["metrics"].pop("grad_norm")
+        return _Step(outputs["metrics"], sum(outputs["loss"]), grad_norm)
+
+    def _output(self, metrics: Metrics) -> TensorDict | None:
+        if not self.engine.is_mp_src_rank_with_outputs():
+            return None
+        return tu.get_tensordict({}, {"metrics": metrics})
+
+    # ---- metrics -------------------------------------------------------------------------------------------------
+
+    def _gather(self, steps: list[_Step], lengths: list[int], seconds: float, forward_only: bool) -> Metrics:
+        """Metrics of all ranks in one message."""
+        counter = self.flops_counter
+        flops = counter.train_flops(lengths) if counter is not None and counter.known else 0.0
+        dp_size = self.engine.get_data_parallel_size()
+        ranks: list[Any] = [(steps, flops, seconds)]
+        if dp_size > 1:
+            ranks = [None] * dp_size
+            dist.all_gather_object(ranks, (steps, flops, seconds), group=self.engine.get_data_parallel_group())
+        metrics: Metrics = {}
+        for i in range(len(steps)):
+            _merge_step(metrics, [rank[0][i] for rank in ranks])
+        metrics.update(memory_metrics())
+        mfu = self._mfu(sum(rank[1] for rank in ranks), max(rank[2] for rank in ranks), forward_only)
+        if mfu is not None:
+            metrics["mfu"] = Metric(AggregationType.MEAN, mfu)
+        return metrics
+
+    def _mfu(self, flops: float, seconds: float, forward_only: bool) -> float | None:
+        """Share of the peak of all devices; None, and so no metric, where model or device is unknown."""
+        peak = FlopsCounter.device_peak()
+        if peak is None or flops == 0 or seconds <= 0:
+            return None
+        return flops / seconds / peak / self.world_size / (3 if forward_only else 1)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Write the state of all ranks into the folder `local_path`."""
+        self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Restore what `save_checkpoint` wrote, with any number of ranks."""
+        self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _merge_step(metrics: Metrics, ranks: list[_Step]) -> None:
+    """Add one optimizer step, as all ranks saw it, to the running metrics.
+
+    Partial losses carry the factor dp_size for the gradient average, so their sum over ranks is divided by it again;
+    the steps of an update then count equally. Everything else keeps its own values and weights.
+    """
+    for name in dict.fromkeys(name for rank in ranks for name in rank.metrics):
+        found = [rank.metrics[name] for rank in ranks if name in rank.metrics]
+        if found[0].aggregation is AggregationType.SUM:
+            value = sum(metric.aggregate() for metric in found) / len(ranks)
+            metrics.setdefault(name, Metric(AggregationType.MEAN)).append(value)
+        else:
+            for metric in found:
+                metrics.setdefault(name, metric.init_list()).extend(metric)
+    metrics.setdefault("loss", Metric(AggregationType.MEAN)).append(sum(rank.loss for rank in ranks) / len(ranks))
+    norm = ranks[0].grad_norm
+    if norm is not None:
+        finite = math.isfinite(norm)
+        # A skipped step must show as such and must not turn the mean of the others into NaN.
+        metrics.setdefault("grad_norm", Metric(AggregationType.MEAN)).append(norm, weight=1.0 if finite else 0.0)
+        metrics.setdefault("skipped_steps", Metric(AggregationType.SUM)).append(0.0 if finite else 1.0)
+
+
+def memory_metrics() -> Metrics:
+    """Peak device memory and resident host memory of this process, GiB."""
+    device = get_torch_device()
+    values = {
+        "perf/max_memory_allocated_gb": device.max_memory_allocated(),
+        "perf/max_memory_reserved_gb": device.max_memory_reserved(),
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used,
+    }
+    return {name: Metric(AggregationType.MAX, value / 2**30) for name, value in values.items()}

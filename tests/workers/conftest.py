@@ -1,0 +1,78 @@
+"""A tiny model on disk, and a way to run a job in several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> str:
+    return tiny.save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory) -> str:
+    return tiny.save_tiny_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def single_process_group():
+    """torch.distributed with this process as its only rank."""
+    import torch.distributed as dist
+
+    from rlflow.workers.engine.process import ensure_process_group
+
+    started = not dist.is_initialized()
+    ensure_process_group()
+    yield
+    if started:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def run_ranks(tmp_path):
+    """run_ranks(world, job, path=..., **kwargs) -> what rank 0 of a job in rank_jobs.py saved."""
+
+    def run(world: int, job: str, **kwargs):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        out = tmp_path / f"{job}_{world}_{port}.pt"
+        script = Path(__file__).parent / "rank_jobs.py"
+        processes = []
+        for rank in range(world):
+            env = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "RLFLOW_DEVICE": "cpu",
+            }
+            command = [sys.executable, str(script), job, str(out), json.dumps(kwargs)]
+            log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            processes.append(subprocess.Popen(command, env=env, **log))
+        logs = []
+        try:
+            for process in processes:
+                logs.append(process.communicate(timeout=180)[0])
+        finally:
+            for process in processes:
+                process.kill()
+        assert all(p.returncode == 0 for p in processes), "\n".join(log[-3000:] for log in logs)
+        return torch.load(out, weights_only=True)
+
+    return run

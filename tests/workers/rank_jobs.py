@@ -1,0 +1,96 @@
+"""Work that tests run in several processes: `python rank_jobs.py JOB OUT JSON`, with torchrun's environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+from tiny import configs, make_batch  # noqa: E402
+
+from rlflow.config import CheckpointConfig, FSDPActorConfig  # noqa: E402
+from rlflow.utils import tensordict_utils as tu  # noqa: E402
+from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead  # noqa: E402
+from rlflow.workers.losses import ppo_loss  # noqa: E402
+
+
+def build(path, *, load=None, contents=("model", "optimizer", "extra"), **options):
+    model, engine_config, optim = configs(path, **options)
+    checkpoint = CheckpointConfig(save_contents=list(contents), load_contents=["model", "optimizer", "extra"])
+    engine = FSDPEngineWithLMHead(model, engine_config, optim, checkpoint)
+    engine.initialize()
+    if load:
+        engine.load_checkpoint(load)
+    return engine
+
+
+def full_grads(engine):
+    return {n: p.grad.full_tensor().clone() for n, p in engine.module.named_parameters()}
+
+
+def full_params(engine):
+    return {n: t.clone() for n, t in engine.get_per_tensor_param()[0]}
+
+
+def local_rows(data):
+    size = data.batch_size[0] // dist.get_world_size()
+    return tu.slice_tensordict(data, dist.get_rank() * size, (dist.get_rank() + 1) * size)
+
+
+def gradient(path, out, *, steps=0, seed=0, loss=None, options=None, rows=8, **engine_options):
+    """Gradient of one mini-batch, log-probs of all rows, parameters after `steps` more optimizer steps."""
+    engine = build(path, **engine_options)
+    config = FSDPActorConfig(**(loss or {}))
+    loss_fn = partial(ppo_loss, config=config)
+    data = local_rows(tu.assign_non_tensor_whole(make_batch(rows, seed), options or {}))
+    result = {}
+    with engine.train_mode():
+        outputs = engine.forward_backward_batch(data, loss_fn)
+        result["grads"] = full_grads(engine)
+    lp = [None] * dist.get_world_size()
+    dist.all_gather_object(lp, [row.clone() for row in outputs["model_output"]["log_probs"].unbind()])
+    result["log_probs"] = [row for part in lp for row in part]
+    result["loss"] = torch.tensor(sum(outputs["loss"]))
+    dist.all_reduce(result["loss"])
+    result["loss"] /= dist.get_world_size()
+    result["micro"] = len(outputs["loss"])
+    for step in range(steps):
+        with engine.train_mode():
+            engine.train_batch(
+                local_rows(tu.assign_non_tensor_whole(make_batch(rows, seed + step), options or {})), loss_fn
+            )
+    result["params"] = full_params(engine)
+    save(out, result)
+
+
+def train(path, out, *, seeds, load=None, save_to=None, **engine_options):
+    """AdamW steps over the batches of `seeds`, optionally from and to a checkpoint."""
+    engine = build(path, load=load, optimizer="AdamW", lr=1e-2, **engine_options)
+    loss_fn = partial(ppo_loss, config=FSDPActorConfig())
+    for seed in seeds:
+        with engine.train_mode():
+            engine.train_batch(local_rows(make_batch(8, seed)), loss_fn)
+        lr = engine.lr_scheduler_step()
+    if save_to:
+        engine.save_checkpoint(save_to, global_step=len(seeds))
+    save(out, {"params": full_params(engine), "lr": lr if seeds else None, "noise": torch.rand(4)})
+
+
+def save(out, result):
+    if dist.get_rank() == 0:
+        torch.save(result, out)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    job, out, kwargs = sys.argv[1:4]
+    os.environ.setdefault("RLFLOW_DEVICE", "cpu")
+    globals()[job](out=out, **json.loads(kwargs))
+    dist.destroy_process_group()

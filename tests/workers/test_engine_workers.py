@@ -1,0 +1,221 @@
+"""The worker's calls, in one process: mini-batches, metrics, schedule, log-probs, weights, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+import tiny
+import torch
+from omegaconf import OmegaConf
+
+from rlflow.config.overrides import compose_config
+from rlflow.single_controller.base import WorkerContext
+from rlflow.single_controller.base.decorator import registered_methods
+from rlflow.utils import tensordict_utils as tu
+from rlflow.utils.errors import ConfigError, ContractError
+from rlflow.utils.metric import Metric
+from rlflow.workers.engine_workers import ActorRolloutRefWorker
+
+pytestmark = pytest.mark.usefixtures("single_process_group")
+
+
+def worker_config(path, *overrides):
+    return compose_config(
+        [
+            f"actor_rollout_ref.model.path={path}",
+            "data.train_files=x",
+            "data.val_files=x",
+            "actor_rollout_ref.rollout.name=hf",
+            "actor_rollout_ref.rollout.dtype=float32",
+            "actor_rollout_ref.actor.use_dynamic_bsz=true",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
+            "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+            "actor_rollout_ref.ref.fsdp_config.dtype=float32",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.actor.optim.total_training_steps=10",
+            "trainer.device=cpu",
+            *overrides,
+        ]
+    ).actor_rollout_ref
+
+
+def make_worker(path, *overrides, role="actor_rollout_ref"):
+    worker = ActorRolloutRefWorker(worker_config(path, *overrides), role, context=WorkerContext.single())
+    worker.init_model()
+    return worker
+
+
+def batch(worker, rows=8, seed=0, **options):
+    data = tiny.make_batch(rows, seed)
+    old = worker.compute_log_prob(tu.get_keys(data, ["input_ids", "responses"]))["old_log_probs"]
+    data.set("old_log_probs", old)
+    options = {"mini_batch_size": rows, "temperature": 1.0, "calculate_entropy": True} | options
+    return tu.assign_non_tensor_whole(data, options)
+
+
+def metrics_of(output):
+    assert list(output.batch_size) == []
+    metrics = tu.get(output, "metrics")
+    assert all(isinstance(m, Metric) for m in metrics.values())
+    return {name: m.aggregate() for name, m in metrics.items()}
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_model, single_process_group):
+    return make_worker(tiny_model, "actor_rollout_ref.actor.use_kl_loss=true", "algorithm.use_kl_in_reward=false")
+
+
+def test_log_probs_come_in_row_order_and_fp32(worker):
+    data = tiny.make_batch(8)
+    out = worker.compute_log_prob(tu.get_keys(data, ["input_ids", "responses"]))
+    assert set(tu.get_keys(out, ["old_log_probs", "entropy"]).keys()) == set(out.keys())
+    for name in ("old_log_probs", "entropy"):
+        assert out[name].dtype == torch.float32
+        assert torch.equal(tu.nested_lengths(out[name]), tu.nested_lengths(data["responses"]))
+    reverse = tu.index_select_tensor_dict(data, list(range(7, -1, -1)))
+    again = worker.compute_log_prob(tu.get_keys(reverse, ["input_ids", "responses"]))["old_log_probs"].unbind()
+    for a, b in zip(out["old_log_probs"].unbind(), again[::-1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_the_reference_stays_while_the_policy_moves(tiny_model):
+    worker = make_worker(tiny_model, "actor_rollout_ref.actor.use_kl_loss=true")
+    inputs = tu.get_keys(tiny.make_batch(8), ["input_ids", "responses"])
+    before = worker.compute_ref_log_prob(inputs)["ref_log_prob"]
+    policy = worker.compute_log_prob(inputs)["old_log_probs"]
+    torch.testing.assert_close(before.values(), policy.values())
+    out = metrics_of(worker.update_actor(batch(worker)))
+    assert out["kl_coef"] == pytest.approx(0.001)
+    assert torch.equal(worker.compute_ref_log_prob(inputs)["ref_log_prob"].values(), before.values())
+    assert not torch.allclose(worker.compute_log_prob(inputs)["old_log_probs"].values(), policy.values())
+
+
+def test_an_on_policy_update_starts_at_ratio_one_and_reports_typed_metrics(worker):
+    data = batch(worker)
+    lengths = tu.nested_lengths(data["responses"])
+    data.set("ref_log_prob", tu.nested_from_values(data["old_log_probs"].values().clone(), lengths))
+    out = metrics_of(worker.update_actor(data))
+    assert out["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert out["actor/pg_clipfrac"] == 0
+    assert out["kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert out["grad_norm"] > 0 and out["skipped_steps"] == 0
+    assert out["lr"] == pytest.approx(1e-3)
+    assert out["perf/cpu_memory_used_gb"] > 0
+    assert "mfu" not in out  # a CPU has no known peak
+    assert {"loss", "actor/pg_loss", "actor/entropy_loss", "actor/pg_clipfrac_lower"} <= set(out)
+
+
+def test_mini_batches_and_epochs_are_optimizer_steps_and_one_schedule_step(tiny_model):
+    worker = make_worker(tiny_model, "actor_rollout_ref.actor.optim.lr_warmup_steps=4", role="actor_rollout")
+    engine = worker.actor.engine
+    calls = []
+    engine.optimizer.register_step_post_hook(lambda *_: calls.append(engine.optimizer.param_groups[0]["lr"]))
+    out = worker.update_actor(batch(worker, rows=8, mini_batch_size=4, epochs=3))
+    assert len(calls) == 6
+    assert set(calls) == {0.0}
+    assert metrics_of(out)["lr"] == pytest.approx(1e-3 / 4)
+    assert len(tu.get(out, "metrics")["grad_norm"].values) == 6
+
+
+def test_shuffling_is_seeded(tiny_model):
+    results = []
+    for seed in (1, 1, 2):
+        worker = make_worker(tiny_model, role="actor_rollout")
+        worker.update_actor(batch(worker, mini_batch_size=2, seed=seed, dataloader_kwargs={"shuffle": True}))
+        results.append([t.clone() for _, t in worker.actor.engine.get_per_tensor_param()[0]])
+    assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(results[0], results[2], strict=True))
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step(tiny_model, caplog):
+    worker = make_worker(tiny_model, role="actor_rollout")
+    before = [t.clone() for _, t in worker.actor.engine.get_per_tensor_param()[0]]
+    data = batch(worker)
+    data.set("advantages", tu.nested_like(torch.full_like(data["advantages"].values(), math.inf), data["advantages"]))
+    out = metrics_of(worker.update_actor(data))
+    assert out["skipped_steps"] == 1
+    assert math.isnan(out["grad_norm"])
+    assert "skipped" in caplog.text
+    after = [t for _, t in worker.actor.engine.get_per_tensor_param()[0]]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{"mini_batch_size": 3}, {"mini_batch_size": None}, {"mini_batch_size": None, "num_mini_batch": 5}]
+)
+def test_sizes_that_do_not_divide_are_refused(worker, options):
+    with pytest.raises(ContractError, match="mini_batch"):
+        worker.update_actor(batch(worker, **options))
+
+
+def test_the_norm_mode_does_not_depend_on_the_split(tiny_model):
+    worker = make_worker(
+        tiny_model,
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+        "actor_rollout_ref.rollout.response_length=12",
+        role="actor_rollout",
+    )
+    assert worker.actor.loss_fn.keywords["config"].loss_scale_factor == 12
+
+
+def test_roles_have_only_their_parts(tiny_model):
+    worker = make_worker(tiny_model, role="ref")
+    assert worker.actor is None
+    with pytest.raises(ContractError, match="no actor"):
+        worker.update_actor(tiny.make_batch(2))
+    actor = make_worker(tiny_model, role="actor")
+    assert actor.weight_sender is None and actor.ref is None
+    with pytest.raises(ContractError, match="no reference"):
+        actor.compute_ref_log_prob(tiny.make_batch(2))
+    with pytest.raises(ContractError, match="sends no weights"):
+        asyncio.run(actor.update_weights(1))
+    with pytest.raises(ConfigError, match="role"):
+        make_worker(tiny_model, role="critic")
+
+
+def test_weights_go_to_the_bound_server(worker):
+    class Sender:
+        async def send(self, params, server, version):
+            self.got = {name: t.clone() for name, t in params}, server, version
+
+    real, worker.weight_sender = worker.weight_sender, Sender()
+    worker.bind_rollout(["server"])
+    asyncio.run(worker.update_weights(global_steps=7))
+    params, server, version = worker.weight_sender.got
+    worker.weight_sender = real
+    assert (server, version) == ("server", 7)
+    assert "model.embed_tokens.weight" in params and "lm_head.weight" not in params
+    with pytest.raises(ContractError, match="1 ranks"):
+        worker.bind_rollout([None, None])
+
+
+def test_a_saved_worker_goes_on_exactly(tiny_model, tmp_path):
+    first = make_worker(tiny_model, role="actor_rollout")
+    first.update_actor(batch(first))
+    first.save_checkpoint(str(tmp_path / "actor"), None, 1, None)
+    data = batch(first, seed=1)
+    first.update_actor(data)
+    second = make_worker(tiny_model, role="actor_rollout")
+    second.load_checkpoint(str(tmp_path / "actor"))
+    second.update_actor(data)
+    for (name, a), (_, b) in zip(*(w.actor.engine.get_per_tensor_param()[0] for w in (first, second)), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_init_model_leaves_the_config_as_it_was(tiny_model):
+    config = worker_config(tiny_model)
+    before = OmegaConf.to_container(config)
+    worker = ActorRolloutRefWorker(config, "actor_rollout_ref", context=WorkerContext.single())
+    worker.init_model()
+    assert OmegaConf.to_container(config) == before
+
+
+def test_every_call_declares_what_it_reads_and_writes():
+    declared = dict(registered_methods(ActorRolloutRefWorker))
+    assert declared["compute_log_prob"]["writes"] == ("old_log_probs", "entropy")
+    assert declared["compute_ref_log_prob"]["writes"] == ("ref_log_prob",)
+    assert {"old_log_probs", "advantages", "response_mask"} <= set(declared["update_actor"]["reads"])
+    assert declared["compute_ref_log_prob"]["mesh"] == "ref"
+    assert not declared["update_weights"]["blocking"]

@@ -1,0 +1,115 @@
+"""Packed rows must not see each other, whatever their lengths, and a shared prompt must change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlflow.utils.errors import ConfigError, ContractError
+from rlflow.workers.engine.fsdp.packed_attention import (
+    LAYOUT_KWARG,
+    AttentionLayout,
+    Row,
+    check_attention_support,
+    packed_attention,
+)
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+class _Module(torch.nn.Module):
+    pass
+
+
+def _qkv(total, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = ((1, HEADS, total, DIM), (1, KV_HEADS, total, DIM), (1, KV_HEADS, total, DIM))
+    return [torch.randn(s, generator=g, dtype=torch.float64, requires_grad=True) for s in shapes]
+
+
+def _reference(rows, q, k, v):
+    """Row by row, token by token definition: each row attends over prefix + itself."""
+    outputs = []
+    for row in rows:
+        own = list(range(row.start, row.start + row.length))
+        keys = (list(range(*row.prefix)) if row.prefix else []) + own
+        kk, vv = (x[:, :, keys].repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+        offset = len(keys) - len(own)
+        mask = torch.arange(len(keys))[None] <= torch.arange(len(own))[:, None] + offset
+        outputs.append(F.scaled_dot_product_attention(q[:, :, own], kk, vv, attn_mask=mask, scale=0.3))
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _compare(rows):
+    total = sum(row.length for row in rows)
+    layout = AttentionLayout.packed(rows)
+    ours, theirs = _qkv(total), _qkv(total)
+    out, _ = packed_attention(_Module(), *ours, None, scaling=0.3, **{LAYOUT_KWARG: layout})
+    expected = _reference(rows, *theirs)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        # k and v gradients of shared prompts are summed in fp32
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=12))
+def test_rows_attend_within_themselves_only(lengths):
+    rows, position = [], 0
+    for length in lengths:
+        rows.append(Row(position, length))
+        position += length
+    _compare(rows)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), max_size=4)), min_size=1, max_size=4))
+def test_shared_prompts_serve_every_response(groups):
+    rows, position = [], 0
+    for prompt, responses in groups:
+        start = position
+        rows.append(Row(position, prompt))
+        position += prompt
+        for length in responses:
+            rows.append(Row(position, length, (start, start + prompt)))
+            position += length
+    _compare(rows)
+
+
+def test_rows_with_gaps_are_refused():
+    with pytest.raises(ContractError, match="without gaps"):
+        AttentionLayout.packed([Row(0, 3), Row(4, 2)])
+
+
+def test_attention_without_a_layout_is_refused():
+    with pytest.raises(ContractError, match="see each other"):
+        packed_attention(_Module(), *_qkv(3), None)
+
+
+@pytest.mark.parametrize("kwargs", [{"sliding_window": 2}, {"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
+def test_arguments_that_change_the_scores_are_refused(kwargs):
+    layout = AttentionLayout.packed([Row(0, 3)])
+    with pytest.raises(ContractError, match=next(iter(kwargs))):
+        packed_attention(_Module(), *_qkv(3), None, **{LAYOUT_KWARG: layout}, **kwargs)
+
+
+def test_models_with_other_attention_are_refused_before_loading():
+    import transformers as t
+
+    for name in ("Llama", "Qwen2", "Qwen3"):
+        check_attention_support(getattr(t, f"{name}Config")(), getattr(t, f"{name}ForCausalLM"))
+    refused = [
+        (t.MistralConfig(), t.MistralForCausalLM, "sliding window"),
+        (t.Gemma2Config(), t.Gemma2ForCausalLM, "sliding_attention"),
+        (t.GptOssConfig(), t.GptOssForCausalLM, "sliding_attention"),
+        (t.MambaConfig(), t.MambaForCausalLM, "attention interface"),
+    ]
+    for config, cls, reason in refused:
+        with pytest.raises(ConfigError, match=reason):
+            check_attention_support(config, cls)
