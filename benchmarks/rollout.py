@@ -37,6 +37,7 @@ TOPICS = (
 
 
 def say(text: str) -> None:
+    """One line of the report."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -82,8 +83,8 @@ class Engine:
 
     def __init__(self, config: Any) -> None:
         from rlflow.workers.rollout.hf.engine import HFEngine
+        from rlflow.workers.rollout.hf.limits import engine_limits
         from rlflow.workers.rollout.hf.model import load_model
-        from rlflow.workers.rollout.hf.server import engine_limits
 
         node = config.actor_rollout_ref
         model = load_model(node.model, node.rollout, torch.device("cpu"))
@@ -153,6 +154,7 @@ class Server:
 
 
 def configuration(args: argparse.Namespace) -> Any:
+    """What the rollout room reads of a whole configuration."""
     from omegaconf import OmegaConf
 
     from rlflow.config import HFModelConfig, RolloutConfig
@@ -183,6 +185,7 @@ def measure(sides: list[Any], batch: list[list[int]], samples: int, args: argpar
 
 
 def main() -> None:
+    """Parse, warm up, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a causal LM with a chat template")
     parser.add_argument("--requests", type=int, default=64)

@@ -35,7 +35,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class WeightReceipt:
-    """What one end of a sync holds: `checksum` as in `checksum.py`, `total_bytes` on the wire, `holder` for messages."""
+    """One end's weights: `checksum` as in `checksum.py`, `total_bytes` on the wire, `holder` for messages."""
 
     version: int
     tensor_count: int
@@ -61,8 +61,8 @@ class WeightReceipt:
         """
         if not self.same_weights(got):
             raise WeightSyncError(
-                f"{got.holder or 'A rollout server'} does not hold the weights that were sent: expected {self._text()}, got "
-                f"{got._text()}. Training stops here, because its samples would come from other weights."
+                f"{got.holder or 'A rollout server'} does not hold the weights that were sent: expected "
+                f"{self._text()}, got {got._text()}. Training stops here: its samples would come from other weights."
             )
 
     def _text(self) -> str:

@@ -31,7 +31,7 @@ def tensor_digest(name: str, tensor: Tensor) -> int:
 
 
 def combine(digests: list[int]) -> int:
-    """Digest of a set: the sum modulo 2^64 of mixed digests, so that order does not matter and doubles do not cancel."""
+    """Digest of a set: the sum modulo 2^64 of mixed digests. Order does not matter, and doubles do not cancel."""
     return sum(digests) & _MASK
 
 

@@ -69,7 +69,7 @@ class CheckpointEngineManager:
 
     Args:
         config: `rollout.checkpoint_engine` (reads `backend`, optional `timeout_s`, seconds of one sync).
-        actor_wg: worker group with `update_weights(global_steps, mode)`, which returns one `WeightReceipt` or None a rank.
+        actor_wg: worker group with `update_weights(global_steps, mode)`; it returns a `WeightReceipt` or None a rank.
         replicas: the replicas that these workers feed.
     """
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from rlflow.utils.device import thread_environment
+
+# Ray chooses the thread count of a process, unless its group does.
+_WAITING = {name: value for name, value in thread_environment(1).items() if name != "OMP_NUM_THREADS"}
+
 PPO_RAY_RUNTIME_ENV: dict[str, Any] = {
     "env_vars": {
         "TOKENIZERS_PARALLELISM": "true",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "NCCL_DEBUG": "WARN",
-        # Waiting OpenMP threads sleep: trainer and rollout server take turns on the same cores.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "0",
+        # Waiting OpenMP threads sleep soon: trainer and rollout server take turns on the same cores.
+        **_WAITING,
         "KMP_BLOCKTIME": "0",
     }
 }

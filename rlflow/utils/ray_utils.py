@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
 from typing import Any
 
-from rlflow.utils.errors import DeadlineError
+from rlflow.utils.errors import DeadlineError, RlflowError
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -45,6 +45,8 @@ async def ray_await(ref: Awaitable[Any], *, what: str, timeout_s: float | None =
     """`ray_get` for coroutines: awaits one ref without blocking the event loop."""
     try:
         return await asyncio.wait_for(_as_coroutine(ref), timeout=timeout_s)
+    except RlflowError:
+        raise  # a DeadlineError of the remote call itself is a TimeoutError too
     except TimeoutError as error:
         raise DeadlineError(
             f"Waited {timeout_s or 0:.0f} s for {what} and got no answer. The process may be hung or overloaded."

@@ -104,7 +104,7 @@ def ppo_loss(
 
 
 def _with_counts(config: Any, counts: dict[str, Any]) -> Any:
-    """A copy of the config whose `global_batch_info` policy losses hand to `agg_loss`; the shared one is not touched."""
+    """A copy of the config with the `global_batch_info` that losses hand to `agg_loss`; the given one stays."""
     mine = copy.copy(config)
     object.__setattr__(mine, "global_batch_info", counts)
     return mine

@@ -26,7 +26,8 @@ def plain(model_path):
 @pytest.fixture
 def make_engine(model_path):
     """make_engine(slots=8, version=0, path=..., **rollout overrides) -> a running HFEngine."""
-    from rlflow.workers.rollout.hf.engine import EngineLimits, HFEngine
+    from rlflow.workers.rollout.hf.engine import HFEngine
+    from rlflow.workers.rollout.hf.limits import EngineLimits
     from rlflow.workers.rollout.hf.model import load_model
 
     engines = []

@@ -1,7 +1,7 @@
 import pytest
 
 from rlflow.utils.errors import ConfigError
-from rlflow.workers.rollout.llm_server import GlobalRequestLoadBalancer
+from rlflow.workers.rollout.load_balancer import GlobalRequestLoadBalancer
 from rlflow.workers.rollout.replica import RolloutReplicaRegistry, get_rollout_replica_class
 
 

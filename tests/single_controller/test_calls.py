@@ -164,7 +164,7 @@ def test_the_environment_of_a_worker(grid):
     one = envs[0]
     assert (one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["MASTER_ADDR"]) == ("4", "4", "127.0.0.1")
     assert int(one["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 4)
-    assert (one["OMP_WAIT_POLICY"], one["GOMP_SPINCOUNT"], one["RLFLOW_DEVICE"]) == ("PASSIVE", "0", "cpu")
+    assert (one["OMP_WAIT_POLICY"], one["GOMP_SPINCOUNT"], one["RLFLOW_DEVICE"]) == ("PASSIVE", "2000", "cpu")
 
 
 def test_one_to_all_never_spreads_a_list_of_world_size_items(grid):

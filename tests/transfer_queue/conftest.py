@@ -6,13 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 
 import rlflow.transfer_queue as tq
-
-# On a shared machine a slow example says nothing about the code.
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
 
 _numbers = itertools.count()
 

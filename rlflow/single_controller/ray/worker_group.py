@@ -32,7 +32,7 @@ from rlflow.single_controller.ray.colocate import RayClassWithInitArgs
 from rlflow.single_controller.ray.host import CallHeader
 from rlflow.single_controller.ray.pool import Bundle, RayResourcePool, random_name
 from rlflow.single_controller.ray.settings import Settings
-from rlflow.utils.device import DEVICE_ENV
+from rlflow.utils.device import DEVICE_ENV, thread_environment
 from rlflow.utils.errors import ConfigError, ContractError
 
 logger = logging.getLogger(__name__)
@@ -173,14 +173,14 @@ class RayWorkerGroup(WorkerGroup):
         """What a process must find in its environment when it starts, before any library reads it."""
         alive = {node.node_id: node for node in cluster.nodes()}
         on_node = Counter(bundle.node_id for bundle in bundles)
-        common = {DEVICE_ENV: self._settings.device_name, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+        common = {DEVICE_ENV: self._settings.device_name}
         if len(alive) == 1 and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
             common["GLOO_SOCKET_IFNAME"] = "lo"  # nobody outside this machine takes part
         envs = []
         for bundle in bundles:
             cores = cluster.cores_of(bundle.node_id, alive[bundle.node_id].total.get("CPU", 1.0))
             # More threads than cores make the processes of a node spin against one another.
-            threads = {"OMP_NUM_THREADS": str(max(1, cores // on_node[bundle.node_id]))}
+            threads = thread_environment(cores // on_node[bundle.node_id])
             envs.append({**common, **threads, **self._settings.worker_env})
         return envs
 

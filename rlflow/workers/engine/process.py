@@ -28,7 +28,7 @@ def prepare_process(context: WorkerContext) -> None:
 
 
 def ensure_process_group(context: WorkerContext | None = None) -> None:
-    """Start torch.distributed, unless it runs: by the context, else by torchrun's variables, else for this process alone."""
+    """Start torch.distributed unless it runs: by the context, by torchrun's variables, or for this process only."""
     if dist.is_initialized():
         return
     backend = get_nccl_backend()

@@ -207,7 +207,7 @@ class RolloutReplicaRegistry:
             loader = cls._loaders[name]
         except KeyError:
             raise ConfigError(
-                f"rollout.name={name} is no rollout engine. Known: {', '.join(sorted(cls._loaders))}. Try rollout.name=hf"
+                f"rollout.name={name} is no rollout engine. Known: {', '.join(sorted(cls._loaders))}. Try hf"
             ) from None
         return loader()
 

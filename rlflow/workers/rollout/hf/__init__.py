@@ -1,0 +1,1 @@
+"""The embedded rollout engine (`rollout.name=hf`): a Hugging Face causal LM with continuous batching."""

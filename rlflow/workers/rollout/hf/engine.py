@@ -7,8 +7,8 @@ Invariants
     - Requests join and leave between two steps; a step is one forward for one token of every running request.
     - Equal prompts are prefilled once: later ones copy the keys and values of one that runs. Nothing else is reused,
       so no key or value outlives its request, let alone its weight version.
-    - Weights change only while nothing runs (`begin_update` insists) and between `begin_update` and `finish_update`
-      nothing is admitted; if an update fails, the engine refuses to serve until one succeeds.
+    - Weights change only while nothing runs, and from the first change to a good `finish_update` nothing is served;
+      if an update fails, the engine refuses requests until one succeeds.
     - An exception in the thread reaches every caller, present and future. Idle, the thread sleeps on a condition.
 """
 
@@ -18,9 +18,11 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,21 +31,12 @@ from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 from rlflow.workers.rollout.base import RolloutError, SamplingParams, token_budget
 from rlflow.workers.rollout.hf.batch import Batch, Generation, Request
 from rlflow.workers.rollout.hf.kv_cache import DecodeStep, PrefillStep, SlotKVCache
+from rlflow.workers.rollout.hf.limits import EngineLimits
 from rlflow.workers.rollout.hf.model import ServedModel
 from rlflow.workers.rollout.hf.sampling import sample
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """Sizes. `max_num_seqs` sequences of up to `max_model_len` tokens; `prefill_tokens` prompt tokens a forward."""
-
-    max_model_len: int
-    max_num_seqs: int
-    prompt_length: int
-    response_length: int
-    prefill_tokens: int = 8192
+T = TypeVar("T")
 
 
 @dataclass
@@ -77,6 +70,7 @@ class HFEngine:
         self._waiting: deque[Request] = deque()
         self._batch = Batch(limits.max_num_seqs, model.vocab_size, model.device)
         self._cache: SlotKVCache | None = None
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._abort_ids: set[str] = set()
         self._abort_all = False
         self._paused = self._asleep = self._updating = self._stopped = False
@@ -179,40 +173,73 @@ class HFEngine:
             self._asleep = False
             self._condition.notify_all()
 
-    def check_rest(self) -> None:
-        """Raise `ContractError` unless the engine is paused or asleep and computes nothing."""
-        with self._condition:
-            self._check_alive()
-            if not (self._paused or self._asleep) or not self._quiet():
-                raise ContractError(
-                    "Weights may not change while the rollout engine serves: pause it (abort_all_requests) or put it "
-                    "to sleep first."
-                )
+    # Weight updates run in the engine's thread: nothing can compute meanwhile, and no other thread of the process
+    # gets a pool of OpenMP threads (with more of them than cores, libgomp puts waiting ones to sleep at once).
 
-    def begin_update(self) -> None:
-        """Announce that parameters are about to change: from here to `finish_update` there are no usable weights.
+    def start_update(self) -> Future[None]:
+        """Forget what an unfinished update loaded. `ContractError` (here or in the future) unless at rest."""
+        return self._post(self.model.forget_arrivals)
 
-        May be repeated in between. `ContractError` as `check_rest`.
+    def load_weights(self, load: Callable[[ServedModel], T]) -> Future[T]:
+        """Let `load(model)` change parameters. From here to a good `finish_update` there are no usable weights.
+
+        `ContractError` (here or in the future) unless the engine is paused or asleep.
         """
+
+        def job() -> T:
+            self._invalidate()
+            try:
+                return load(self.model)
+            except BaseException:
+                self._end_update(None)
+                raise
+
+        return self._post(job)
+
+    def finish_update(self, version: int, tensor_count: int, checksum: int) -> Future[tuple[int, int]]:
+        """All tensors are loaded. The parameters become `version` if they hold what was announced.
+
+        The future gives the count and checksum that were found, or `WeightSyncError` for parameters without weights.
+        """
+
+        def job() -> tuple[int, int]:
+            self._invalidate()
+            found = None
+            try:
+                found = self.model.finish()
+                return found
+            finally:
+                self._end_update(version if found == (tensor_count, checksum) else None)
+
+        return self._post(job)
+
+    def _invalidate(self) -> None:
         with self._condition:
-            self.check_rest()
             self._updating, self._version = True, None
             self._refusal = "its last weight update did not finish"
             # Stale values are never attended to, but an infinity among them would survive a mask.
             self._cache = None
 
-    def finish_update(self, version: int) -> None:
-        """The parameters are complete and checked: they are version `version`."""
+    def _end_update(self, version: int | None) -> None:
+        with self._condition:
+            self._version, self._updating = version, False
+
+    def _post(self, job: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
         with self._condition:
             self._check_alive()
-            self._version, self._updating = version, False
+            self._check_rest()
+            self._jobs.append((job, future))
             self._condition.notify_all()
+        return future
 
-    def fail_update(self) -> None:
-        """The update ended without usable weights; requests that wait are refused when the engine resumes."""
-        with self._condition:
-            self._updating = False
-            self._condition.notify_all()
+    def _check_rest(self) -> None:
+        if not (self._paused or self._asleep) or self._batch.requests:
+            raise ContractError(
+                "Weights may not change while the rollout engine serves: pause it (abort_all_requests) or put it to "
+                "sleep first."
+            )
 
     def set_version(self, version: int) -> None:
         """Relabel the present weights, for example after the trainer resumed from a checkpoint they come from."""
@@ -254,7 +281,7 @@ class HFEngine:
             raise RolloutError("The rollout engine was shut down.")
 
     def _quiet(self) -> bool:
-        return self._failure is not None or (not self._stepping and not self._batch.requests)
+        return self._failure is not None or not (self._stepping or self._batch.requests)
 
     def _await_quiet(self, what: str, timeout_s: float) -> None:
         if not self._condition.wait_for(lambda: self._quiet() and not self._abort_all, timeout=timeout_s):
@@ -266,8 +293,8 @@ class HFEngine:
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                while self._await_work():
-                    self._step()
+                while (work := self._next_work()) is not None:
+                    work()
         except BaseException as error:  # noqa: BLE001 - whatever ends this thread must reach those who wait for it
             logger.exception("the rollout engine died")
             failure = RolloutError(f"The rollout engine died of {type(error).__name__}: {error}")
@@ -276,20 +303,33 @@ class HFEngine:
                 self._failure = failure
             self._end_all(failure)
 
-    def _await_work(self) -> bool:
-        """Settle aborts and deadlines, then wait until there is something to compute; False at shutdown."""
+    def _next_work(self) -> Callable[[], None] | None:
+        """Settle aborts and deadlines, then wait until there is something to do; None at shutdown."""
         with self._condition:
             while not self._stopped:
                 self._stepping = False
                 self._settle()
                 self._condition.notify_all()
+                if self._jobs:
+                    self._stepping = True
+                    return partial(self._run_job, *self._jobs.popleft())
                 if self._batch.requests or self._may_admit():
                     self._stepping = True
-                    return True
+                    return self._step
                 wait = self._next_deadline - time.monotonic()
                 self._condition.wait(None if wait == float("inf") else max(wait, 0.001))
             self._stepping = False
-            return False
+            return None
+
+    def _run_job(self, job: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            with self._condition:
+                self._check_rest()  # it may have been resumed since
+            result = job()
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller; the engine itself is sound
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
     def _may_admit(self) -> bool:
         return bool(self._waiting) and not (self._paused or self._asleep or self._updating)
@@ -337,6 +377,9 @@ class HFEngine:
             for request in (*self._batch.requests, *self._waiting):
                 if not request.future.done():
                     request.future.set_exception(error)
+            for _, future in self._jobs:
+                future.set_exception(error)
+            self._jobs.clear()
             self._batch.requests.clear()
             self._waiting.clear()
             self._stepping = self._abort_all = False

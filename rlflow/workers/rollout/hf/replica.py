@@ -11,6 +11,11 @@ from rlflow.workers.rollout.replica import LAUNCH_TIMEOUT_S, RolloutReplica
 
 logger = logging.getLogger(__name__)
 
+# How long an idle thread of the server waits awake for the next parallel region. A decode step has hundreds of them,
+# tens of microseconds apart: sleeping in between (0) makes a step 40 % slower on a quiet machine, while libgomp's
+# default of milliseconds takes the cores from the trainer's processes. This is about 0.1 ms.
+_SPIN_COUNT = "2000"
+
 
 class HFReplica(RolloutReplica):
     """Always one device: the engine does not split a model (`tensor_model_parallel_size` is not used)."""
@@ -73,14 +78,11 @@ def node_facts(_worker: Any = None) -> dict[str, Any]:
 
 
 def server_environment(threads: int, device_env: dict[str, str]) -> dict[str, str]:
-    """Environment of a server process with that many compute threads.
-
-    Waiting threads must not spin: on a CPU node the trainer's processes compute on the same cores.
-    """
+    """Environment of a server process with that many compute threads."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "0",
+        "GOMP_SPINCOUNT": _SPIN_COUNT,
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         **device_env,

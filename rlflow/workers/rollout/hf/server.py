@@ -1,7 +1,8 @@
 """The Ray actor of one embedded replica: asyncio on the outside, the engine's thread inside.
 
-Every call that can block (loading weights, pausing, sleeping) runs in a helper thread, so that the event loop keeps
-answering health checks and aborts. Handles are passed explicitly; the actor has no name to be found by.
+Nothing blocks the event loop, so that it keeps answering health checks and aborts: generation and weight updates are
+futures of the engine's thread, pausing and sleeping wait in a helper thread. Handles are passed explicitly; the actor
+has no name to be found by.
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 import time
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rlflow.checkpoint_engine.base import TensorMeta, WeightReceipt
 from rlflow.utils.errors import ConfigError, WeightSyncError
 from rlflow.workers.rollout.base import SamplingParams, TokenOutput
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from rlflow.workers.rollout.hf.model import ServedModel
 
-# Share of the machine's memory that the caches of all replicas of a node may reserve, unless
-# rollout.engine_kwargs.hf.kv_cache_gb says otherwise. Pages are used only as sequences grow.
-_CACHE_SHARE = 0.25
+logger = logging.getLogger(__name__)
 
 
 class HFServer:
@@ -38,6 +38,7 @@ class HFServer:
 
         from rlflow.utils.device import get_device
         from rlflow.workers.rollout.hf.engine import HFEngine
+        from rlflow.workers.rollout.hf.limits import engine_limits
         from rlflow.workers.rollout.hf.model import load_model
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
@@ -48,7 +49,6 @@ class HFServer:
         # A replica's own seed, for requests that bring none.
         seed = int(rollout_config.get("seed", 0)) + replica_rank
         self._engine = HFEngine(model, limits, version=version, seed=seed)
-        self._loading = threading.Lock()
         self._loaded_bytes = 0
 
     async def ready(self) -> dict[str, Any]:
@@ -142,10 +142,8 @@ class HFServer:
         Raises:
             ContractError: the engine is neither paused nor asleep.
         """
-        with self._loading:
-            self._engine.check_rest()
-            self._engine.model.forget_arrivals()
-            self._loaded_bytes = 0
+        await asyncio.wrap_future(self._engine.start_update())
+        self._loaded_bytes = 0
 
     async def load_bucket(self, metas: list[TensorMeta], path: str) -> int:
         """Copy the tensors of a bucket (see `checkpoint_engine.shared_memory`) into the parameters.
@@ -156,26 +154,10 @@ class HFServer:
             WeightSyncError: an unknown tensor, a wrong shape, or memory that cannot be read.
             ContractError: the engine is neither paused nor asleep.
         """
-        return await asyncio.to_thread(self._load_bucket, metas, path)
-
-    def _load_bucket(self, metas: list[TensorMeta], path: str) -> int:
-        from rlflow.checkpoint_engine.shared_memory import open_bucket
-
-        with self._loading:
-            self._engine.begin_update()
-            try:
-                with open_bucket(path, metas) as tensors:
-                    for name, tensor in tensors:
-                        self._engine.model.load(name, tensor)
-                    # Views must not outlive the block.
-                    tensors.clear()
-                    del tensor
-            except BaseException:
-                self._engine.fail_update()
-                raise
-            size = sum(meta.size for meta in metas)
-            self._loaded_bytes += size
-            return size
+        await asyncio.wrap_future(self._engine.load_weights(partial(copy_bucket, metas, path)))
+        size = sum(meta.size for meta in metas)
+        self._loaded_bytes += size
+        return size
 
     async def finish_update(self, version: int, tensor_count: int, checksum: int) -> WeightReceipt:
         """End an update: verify that the parameters hold what was sent, and serve them as `version`.
@@ -183,33 +165,16 @@ class HFServer:
         Returns the receipt of what the parameters hold. When it differs from the arguments, or a parameter got
         nothing (`WeightSyncError`), the engine refuses to serve.
         """
-        return await asyncio.to_thread(self._finish_update, version, tensor_count, checksum)
-
-    def _finish_update(self, version: int, tensor_count: int, checksum: int) -> WeightReceipt:
-        with self._loading:
-            started = time.perf_counter()
-            self._engine.begin_update()
-            loaded_bytes, self._loaded_bytes = self._loaded_bytes, 0
-            try:
-                count, found = self._engine.model.finish()
-            except WeightSyncError as error:
-                self._engine.fail_update()
-                raise WeightSyncError(f"Rollout replica {self._rank}, weight version {version}: {error}") from None
-            if (count, found) == (tensor_count, checksum):
-                self._engine.finish_update(version)
-            else:
-                logger.error(
-                    "replica %d: weight version %d does not match: %d tensors, checksum %016x, sent %d, %016x",
-                    self._rank,
-                    version,
-                    count,
-                    found,
-                    tensor_count,
-                    checksum,
-                )
-                self._engine.fail_update()
-            seconds = time.perf_counter() - started
-            return WeightReceipt(version, count, loaded_bytes, found, seconds, f"Rollout replica {self._rank}")
+        started = time.perf_counter()
+        try:
+            found = await asyncio.wrap_future(self._engine.finish_update(version, tensor_count, checksum))
+        except WeightSyncError as error:
+            raise WeightSyncError(f"Rollout replica {self._rank}, weight version {version}: {error}") from None
+        if found != (tensor_count, checksum):
+            logger.error("replica %d: weight version %d holds %s, sent %s", self._rank, version, found,
+                         (tensor_count, checksum))
+        seconds = time.perf_counter() - started
+        return WeightReceipt(version, found[0], self._loaded_bytes, found[1], seconds, f"Rollout replica {self._rank}")
 
     async def weight_version(self) -> int | None:
         """Version of the weights; None while they are not usable."""
@@ -230,39 +195,10 @@ class HFServer:
         await asyncio.to_thread(self._engine.shutdown)
 
 
-def engine_limits(rollout_config: Any, model: Any, replicas_on_node: int) -> Any:
-    """Sizes of the engine from the configuration and the memory of the node.
+def copy_bucket(metas: list[TensorMeta], path: str, model: ServedModel) -> None:
+    """Load the tensors of a bucket into the model's parameters."""
+    from rlflow.checkpoint_engine.shared_memory import open_bucket
 
-    Raises:
-        ConfigError: a sequence longer than the model's positions, or a cache that holds not even one sequence.
-    """
-    from rlflow.utils.device import get_torch_device
-    from rlflow.workers.rollout.hf.engine import EngineLimits
-
-    config = rollout_config
-    lengths = int(config.prompt_length), int(config.response_length)
-    max_model_len = int(config.max_model_len or sum(lengths))
-    positions = getattr(model.module.config, "max_position_embeddings", None)
-    if positions and max_model_len > positions:
-        raise ConfigError(
-            f"rollout.max_model_len={max_model_len} (null = prompt_length + response_length) is over the model's "
-            f"max_position_embeddings={positions}. Shorten prompts or responses, or take a model with a longer context."
-        )
-    options = (config.get("engine_kwargs") or {}).get("hf") or {}
-    if options.get("kv_cache_gb") is not None:
-        room = float(options.get("kv_cache_gb")) * 2**30
-    else:
-        room = get_torch_device().mem_get_info()[1] * _CACHE_SHARE / replicas_on_node
-    sequence = model.kv_shape.bytes_per_token(model.dtype) * max_model_len
-    slots = min(int(config.max_num_seqs), int(room // sequence))
-    if slots < 1:
-        raise ConfigError(
-            f"The key-value cache may take {room / 2**30:.2f} GiB, but one sequence of rollout.max_model_len="
-            f"{max_model_len} tokens needs {sequence / 2**30:.2f} GiB. Raise rollout.engine_kwargs.hf.kv_cache_gb or "
-            "shorten the sequences."
-        )
-    if slots < config.max_num_seqs:
-        logger.info(
-            "%d sequences fit the key-value cache; rollout.max_num_seqs=%d is capped", slots, config.max_num_seqs
-        )
-    return EngineLimits(max_model_len, slots, *lengths, prefill_tokens=int(config.max_num_batched_tokens))
+    with open_bucket(path, metas) as tensors:
+        while tensors:  # views must not outlive the block
+            model.load(*tensors.pop())

@@ -1,0 +1,73 @@
+"""ppo_loss on jagged rows against the golden numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlflow.config import FSDPActorConfig
+from rlflow.utils import tensordict_utils as tu
+from rlflow.utils.errors import ContractError
+from rlflow.utils.metric import AggregationType
+from rlflow.workers.losses import ppo_loss
+
+
+def nested(*rows):
+    return tu.nested_from_list([torch.tensor(row) for row in rows])
+
+
+def data(**extra):
+    fields = {
+        "response_mask": nested([1, 1, 1], [1]),
+        "old_log_probs": nested([-1.0, -1.0, -1.0], [-1.0]),
+        "advantages": nested([1.0, 1.0, -1.0], [-1.0]),
+    }
+    return tu.get_tensordict(fields | extra)
+
+
+OUTPUT = {"log_probs": nested([-0.5, -1.5, -0.5], [0.5])}
+
+
+def test_the_vanilla_loss_on_jagged_rows():
+    loss, metrics = ppo_loss(FSDPActorConfig(), model_output=OUTPUT, data=data())
+    assert float(loss) == pytest.approx(0.710548, abs=1e-5)
+    assert metrics["actor/pg_clipfrac"].aggregate() == pytest.approx(0.25)
+    assert metrics["actor/pg_clipfrac"].weights == [4.0]
+    assert metrics["actor/ppo_kl"].aggregate() == pytest.approx(-0.5)
+    assert metrics["actor/pg_loss"].aggregation is AggregationType.SUM
+    assert not {"actor/entropy_loss", "kl_loss"} & set(metrics)
+
+
+def test_entropy_lowers_and_kl_raises_the_loss():
+    config = FSDPActorConfig(entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k1")
+    output = OUTPUT | {"entropy": nested([1.0, 2.0, 3.0], [2.0])}
+    batch = data(ref_log_prob=nested([-1.0, -2.0, -1.0], [0.0]))
+    loss, metrics = ppo_loss(config, model_output=output, data=batch)
+    assert float(loss) == pytest.approx(0.710548 - 0.1 * 2.0 + 0.5 * 0.5, abs=1e-5)
+    assert metrics["actor/entropy_loss"].aggregate() == pytest.approx(2.0)
+    assert metrics["kl_loss"].aggregate() == pytest.approx(0.5)
+    assert metrics["kl_coef"].aggregate() == 0.5
+
+
+def test_counts_of_the_mini_batch_decide_and_the_config_stays():
+    config = FSDPActorConfig()
+    batch = tu.assign_non_tensor_whole(data(), {"batch_num_tokens": 8, "global_batch_size": 4, "dp_size": 2})
+    loss, _ = ppo_loss(config, model_output=OUTPUT, data=batch)
+    assert float(loss) == pytest.approx(0.710548 * 4 / 8 * 2, abs=1e-5)
+    assert not getattr(config, "global_batch_info", None)
+
+
+def test_importance_weights_enter_the_loss():
+    half = data(rollout_is_weights=nested([0.5, 0.5, 0.5], [0.5]))
+    loss, _ = ppo_loss(FSDPActorConfig(), model_output=OUTPUT, data=half)
+    assert float(loss) == pytest.approx(0.710548 / 2, abs=1e-5)
+
+
+def test_rows_that_do_not_line_up_are_refused():
+    with pytest.raises(ContractError, match="advantages do not line up"):
+        ppo_loss(FSDPActorConfig(), model_output=OUTPUT, data=data(advantages=nested([1.0, 1.0], [1.0, 1.0])))
+    with pytest.raises(ContractError, match="needs ref_log_prob"):
+        ppo_loss(FSDPActorConfig(use_kl_loss=True), model_output=OUTPUT, data=data())
+    dense = data(advantages=torch.ones(2, 3))
+    with pytest.raises(ContractError, match="dense"):
+        ppo_loss(FSDPActorConfig(), model_output=OUTPUT, data=dense)
