@@ -15,9 +15,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +64,13 @@ class Transformers:
     def __init__(self, path: str, dtype: str, pad_id: int) -> None:
         from transformers import AutoModelForCausalLM
 
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self.name = f"transformers generate, {dtype}"
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
         self.pad_id = pad_id
 
     def run(self, batch: list[list[int]], samples: int, new_tokens: int) -> int:
+        """Generate `samples` continuations of each prompt; returns the number of new tokens."""
         width = max(map(len, batch))
         ids = torch.tensor([[self.pad_id] * (width - len(p)) + p for p in batch])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch])
@@ -77,21 +82,30 @@ class Transformers:
             )  # fmt: skip
         return out.shape[0] * (out.shape[1] - width)
 
+    def detail(self) -> str:
+        """Nothing to add."""
+        return ""
+
 
 class Engine:
-    """The engine itself, requests submitted from this process."""
+    """The engine itself, without Ray."""
 
     def __init__(self, config: Any) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
         from rlflow.workers.rollout.hf.engine import HFEngine
         from rlflow.workers.rollout.hf.limits import engine_limits
         from rlflow.workers.rollout.hf.model import load_model
 
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         node = config.actor_rollout_ref
-        model = load_model(node.model, node.rollout, torch.device("cpu"))
+        with ThreadPoolExecutor(max_workers=1) as pool:  # as the server does
+            model = pool.submit(load_model, node.model, node.rollout, torch.device("cpu")).result()
         self.name = f"rlflow engine, {node.rollout.dtype} weights, {str(model.dtype).removeprefix('torch.')} arithmetic"
         self.engine = HFEngine(model, engine_limits(node.rollout, model, 1), version=0)
 
     def run(self, batch: list[list[int]], samples: int, new_tokens: int) -> int:
+        """As `Transformers.run`."""
         params = [SamplingParams(max_tokens=new_tokens, ignore_eos=True, logprobs=True, seed=i) for i in range(samples)]
         futures = [
             self.engine.submit(p, params[s], request_id=f"{i}_{s}") for i, p in enumerate(batch) for s in range(samples)
@@ -99,9 +113,50 @@ class Engine:
         return sum(len(f.result().token_ids) for f in futures)
 
     def detail(self) -> str:
+        """Averages over all rounds."""
         c = self.engine.counters
         prefill = c.prefill_tokens / c.prefill_s if c.prefill_s else 0
         return f"prefill {prefill:.0f} tok/s, decode step {1e3 * c.decode_s / max(c.decode_steps, 1):.0f} ms on average"
+
+
+class OwnProcess:
+    """A side in a process of its own: its OpenMP threads would get in the way of the other sides'."""
+
+    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _make_side, (make, args))
+        self.name: str = self._pool.submit(_side_name).result()
+
+    def run(self, batch: list[list[int]], samples: int, new_tokens: int) -> int:
+        """As `Transformers.run`."""
+        return self._pool.submit(_side_run, batch, samples, new_tokens).result()
+
+    def detail(self) -> str:
+        """As the side's."""
+        return self._pool.submit(_side_detail).result()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pool.shutdown()
+
+
+_side: Any = None
+
+
+def _make_side(make: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    global _side
+    _side = make(*args)
+
+
+def _side_name() -> str:
+    return _side.name
+
+
+def _side_run(*args: Any) -> int:
+    return _side.run(*args)
+
+
+def _side_detail() -> str:
+    return _side.detail()
 
 
 class Server:
@@ -204,20 +259,20 @@ def main() -> None:
     from transformers.utils import logging as hf_logging
 
     hf_logging.disable_progress_bar()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     batch = prompts(tokenizer, args.requests)
     config = configuration(args)
-    engine = Engine(config)
-    sides: list[Any] = [Transformers(args.model, args.dtype, tokenizer.pad_token_id or 0), engine]
+    pad_id = tokenizer.pad_token_id or 0
+    engine = OwnProcess(Engine, config)
+    sides: list[Any] = [OwnProcess(Transformers, args.model, args.dtype, pad_id), engine]
     if args.also_float32:
-        sides.insert(1, Transformers(args.model, "float32", tokenizer.pad_token_id or 0))
+        sides.insert(1, OwnProcess(Transformers, args.model, "float32", pad_id))
     server = Server(config) if args.server else None
     if server is not None:
         sides.append(server)
     load = os.getloadavg()[0]
     say(f"{args.requests} requests, prompts of {min(map(len, batch))}-{max(map(len, batch))} tokens, "
-        f"{args.new_tokens} new tokens, {torch.get_num_threads()} threads, load average {load:.1f}")  # fmt: skip
+        f"{args.new_tokens} new tokens, {os.environ['OMP_NUM_THREADS']} threads, load average {load:.1f}")  # fmt: skip
     for side in sides:  # kernels, memory and caches of both sides are warm before the first round
         side.run(batch[:SAMPLES], 1, 2)
     results = {}
@@ -227,7 +282,9 @@ def main() -> None:
         base = results[label][sides[0].name]
         say(f"  engine / generate = {results[label][engine.name] / base:.2f}")
     say(f"engine: {engine.detail()}")
-    engine.engine.shutdown()
+    for side in sides:
+        if isinstance(side, OwnProcess):
+            side.close()
     if server is not None:
         server.sync(args.model, 3)
         server.manager.shutdown()

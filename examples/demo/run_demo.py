@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 # Chosen on 2 cores: the full demo stays under 15 minutes after set-up, --quick under 4.
-STEPS = 24
+STEPS = 20
 QUICK_STEPS = 4
 QUICK_VALIDATION_PROMPTS = 64
 

@@ -12,6 +12,7 @@ import rollout_tiny as tiny
 import rollout_worker
 import torch
 
+from rlflow.checkpoint_engine.checksum import combine, tensor_digest
 from rlflow.checkpoint_engine.manager import CheckpointEngineManager, SyncState
 from rlflow.utils.errors import ContractError, DeadlineError, WeightSyncError
 from rlflow.utils.ray_utils import ray_get
@@ -59,12 +60,11 @@ def system(ray_cluster, model_path):
 def cold_output(system, make_engine, prompt, **params):
     """What an engine that never held other weights makes of the trainer's present weights."""
     engine = make_engine(version=None, load_format="dummy")
+    weights = system.workers.weights()[0]
     engine.pause()
-    engine.begin_update()
-    for name, tensor in system.workers.weights()[0].items():
-        engine.model.load(name, tensor)
-    engine.model.finish()
-    engine.finish_update(1)
+    engine.load_weights(lambda model: [model.load(name, tensor) for name, tensor in weights.items()]).result(30)
+    checksum = combine([tensor_digest(name, tensor) for name, tensor in weights.items()])
+    engine.finish_update(1, len(weights), checksum).result(30)
     engine.resume()
     return engine.submit(prompt, SamplingParams.from_dict(params), request_id="cold").result(30)
 

@@ -173,11 +173,12 @@ class HFEngine:
             self._asleep = False
             self._condition.notify_all()
 
-    # Weight updates run in the engine's thread: nothing can compute meanwhile, and no other thread of the process
-    # gets a pool of OpenMP threads (with more of them than cores, libgomp puts waiting ones to sleep at once).
-
     def start_update(self) -> Future[None]:
-        """Forget what an unfinished update loaded. `ContractError` (here or in the future) unless at rest."""
+        """Forget what an unfinished update loaded. `ContractError` (here or in the future) unless at rest.
+
+        Updates run in this thread. So nothing computes meanwhile, and no other thread of the process gets OpenMP
+        threads of its own: with more of them than cores, libgomp lets waiting ones sleep at once, and steps slow down.
+        """
         return self._post(self.model.forget_arrivals)
 
     def load_weights(self, load: Callable[[ServedModel], T]) -> Future[T]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlflow.checkpoint_engine.checksum import combine, tensor_digest
 from rlflow.utils.errors import ConfigError, WeightSyncError
+from rlflow.utils.import_utils import import_external_libs
 from rlflow.workers.rollout.hf.kv_cache import (
     ATTENTION_NAME,
     KVShape,
@@ -164,7 +165,7 @@ def load_model(model_config: Any, rollout_config: Any, device: torch.device) -> 
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    _import_external(model_config.get("external_lib"))
+    import_external_libs(model_config.get("external_lib"))
     options = (rollout_config.get("engine_kwargs") or {}).get("hf") or {}
     weights_dtype = parse_dtype(rollout_config.dtype, "rollout.dtype")
     dtype = arithmetic_dtype(weights_dtype, options.get("compute_dtype"), device)
@@ -222,10 +223,3 @@ def _override(config: Any, override: Any) -> None:
             _override(current, value)
         else:
             setattr(config, key, value)
-
-
-def _import_external(libs: Any) -> None:
-    import importlib
-
-    for lib in [libs] if isinstance(libs, str) else (libs or []):
-        importlib.import_module(lib)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,9 @@ class HFServer:
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
         self._config, self._rank = rollout_config, replica_rank
-        model = load_model(model_config, rollout_config, get_device())
+        # In a thread that ends, so that its pool of OpenMP threads ends too: see `HFEngine.start_update`.
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            model = pool.submit(load_model, model_config, rollout_config, get_device()).result()
         limits = engine_limits(rollout_config, model, replicas_on_node)
         version = None if rollout_config.load_format == "dummy" else 0
         # A replica's own seed, for requests that bring none.
@@ -171,8 +174,9 @@ class HFServer:
         except WeightSyncError as error:
             raise WeightSyncError(f"Rollout replica {self._rank}, weight version {version}: {error}") from None
         if found != (tensor_count, checksum):
-            logger.error("replica %d: weight version %d holds %s, sent %s", self._rank, version, found,
-                         (tensor_count, checksum))
+            logger.error(
+                "replica %d: weight version %d holds %s, sent %s", self._rank, version, found, (tensor_count, checksum)
+            )
         seconds = time.perf_counter() - started
         return WeightReceipt(version, found[0], self._loaded_bytes, found[1], seconds, f"Rollout replica {self._rank}")
 
