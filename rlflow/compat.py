@@ -60,13 +60,22 @@ class _ParentLoader(importlib.abc.Loader):
 
 
 class AliasFinder(importlib.abc.MetaPathFinder):
-    """Finds the old paths; asked only after the ordinary finders found nothing."""
+    """Finds the old paths. It is asked first: an old path below one of our packages would else be loaded twice."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in ALIASES:
             return importlib.machinery.ModuleSpec(fullname, _AliasLoader(ALIASES[fullname]))
+        return None
+
+
+class ParentFinder(importlib.abc.MetaPathFinder):
+    """Finds packages that exist only as parents of old paths; asked last, since most parents are real packages."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname in PARENTS:
             return importlib.machinery.ModuleSpec(fullname, _ParentLoader(), is_package=True)
         return None
@@ -75,4 +84,5 @@ class AliasFinder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Make the old paths importable; idempotent."""
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
-        sys.meta_path.append(AliasFinder())
+        sys.meta_path.insert(0, AliasFinder())
+        sys.meta_path.append(ParentFinder())

@@ -60,7 +60,8 @@ def gradient(path, out, *, steps=0, seed=0, loss=None, options=None, rows=8, **e
     result["loss"] = torch.tensor(sum(outputs["loss"]))
     dist.all_reduce(result["loss"])
     result["loss"] /= dist.get_world_size()
-    result["micro"] = len(outputs["loss"])
+    result["micro"] = [None] * dist.get_world_size()
+    dist.all_gather_object(result["micro"], len(outputs["loss"]))
     for step in range(steps):
         with engine.train_mode():
             engine.train_batch(

@@ -116,3 +116,22 @@ def test_another_optimizer_is_refused(engine, tiny_model, tmp_path):
     build(tiny_model).save_checkpoint(str(tmp_path))
     with pytest.raises(CheckpointError, match="SGD"):
         engine.load_checkpoint(str(tmp_path))
+
+
+def test_a_disk_that_refuses_is_named(engine, tmp_path, monkeypatch):
+    from rlflow.workers.engine.fsdp import shards
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors.*No space"):
+        engine.save_checkpoint(str(tmp_path))
+
+
+def test_a_truncated_file_is_named(engine, tmp_path):
+    engine.save_checkpoint(str(tmp_path))
+    file = tmp_path / "model" / "rank_00000.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors"):
+        engine.load_checkpoint(str(tmp_path))

@@ -13,12 +13,13 @@ from rlflow.utils import tensordict_utils as tu
 VOCAB = 512
 
 
-def save_tiny_model(folder: Path, *, tied: bool = True, seed: int = 0) -> str:
+def save_tiny_model(folder: Path, *, family: str = "Llama", tied: bool = True, **options: object) -> str:
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(seed)
-    config = LlamaConfig(
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=128,
@@ -30,8 +31,9 @@ def save_tiny_model(folder: Path, *, tied: bool = True, seed: int = 0) -> str:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
+        **options,
     )
-    model = LlamaForCausalLM(config)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     # Weights large enough that attention across rows would show.
     for param in model.parameters():
         if param.dim() > 1:
@@ -74,12 +76,18 @@ def make_batch(rows: int = 8, seed: int = 0, *, group: int = 2, min_r: int = 1, 
 
 
 def configs(
-    path: str, *, dtype: str = "float32", optimizer: str = "SGD", lr: float = 0.5, **engine: object
+    path: str,
+    *,
+    dtype: str = "float32",
+    optimizer: str = "SGD",
+    lr: float = 0.5,
+    recompute: bool = True,
+    **engine: object,
 ) -> tuple[HFModelConfig, FSDPEngineConfig, FSDPOptimizerConfig]:
     options: dict[str, object] = {"dtype": dtype, "max_token_len_per_gpu": 4096} | engine
     extra = {} if optimizer != "SGD" else {"override_optimizer_config": {"fused": False}}
     return (
-        HFModelConfig(path=path),
+        HFModelConfig(path=path, enable_gradient_checkpointing=recompute),
         FSDPEngineConfig(**options),  # type: ignore[arg-type]
         FSDPOptimizerConfig(
             lr=lr, optimizer=optimizer, weight_decay=0.0, clip_grad=None, total_training_steps=10, **extra

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -33,7 +33,15 @@ from rlflow.utils.device import get_device_name, get_torch_device
 from rlflow.utils.errors import CheckpointError
 from rlflow.workers.engine.fsdp.export import hf_name
 from rlflow.workers.engine.fsdp.model import PolicyModel, reshard
-from rlflow.workers.engine.fsdp.shards import FORMAT, ShardReader, local_part, read_json, save_shards, write_json
+from rlflow.workers.engine.fsdp.shards import (
+    FORMAT,
+    ShardReader,
+    local_part,
+    read_json,
+    save_shards,
+    write_json,
+    write_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +134,7 @@ def save_extra(scheduler: Any, folder: Path) -> None:
     tensors = {"torch": torch.get_rng_state()}
     if get_device_name() != "cpu":
         tensors["device"] = get_torch_device().get_rng_state().cpu()
-    save_file(tensors, folder / f"rng_{rank:05d}.safetensors")
+    write_tensors(tensors, folder / f"rng_{rank:05d}.safetensors")
     name, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     write_json(

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlflow.utils.errors import CheckpointError
 from rlflow.workers.engine.fsdp.model import PREFIX, PolicyModel, reshard
+from rlflow.workers.engine.fsdp.shards import write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +66,8 @@ def _save_configs(causal_lm: Any, model_config: Any, folder: Path, dtype: torch.
     if getattr(causal_lm, "generation_config", None) is not None:
         causal_lm.generation_config.save_pretrained(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_config.tokenizer_source, trust_remote_code=model_config.trust_remote_code
-        )
+        source = Path(model_config.tokenizer_source).expanduser()
+        tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=model_config.trust_remote_code)
     except (OSError, ValueError) as error:
         # Training needs no tokenizer; a folder without one still holds the model.
         logger.warning("no tokenizer at %s, %s gets none: %s", model_config.tokenizer_source, folder, error)
@@ -84,7 +83,7 @@ def _save_weights(policy: PolicyModel, folder: Path, dtype: torch.dtype, writer:
 
     def flush() -> None:
         name = f"part-{len(files):05d}.safetensors"
-        save_file(files[-1], folder / name, metadata={"format": "pt"})
+        write_tensors(files[-1], folder / name)
         written.update({key: name for key in files[-1]})
 
     for name, tensor in iter_full_tensors(policy):

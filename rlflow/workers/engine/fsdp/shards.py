@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -75,7 +75,7 @@ def save_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
             "pieces": pieces,
         }
     if mine:
-        save_file(mine, folder / file, metadata={"format": "pt"})
+        write_tensors(mine, folder / file)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, {name: entry["pieces"] for name, entry in entries.items()})
     if rank == 0:
@@ -83,6 +83,14 @@ def save_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
             entry["pieces"] = [piece for pieces in gathered for piece in pieces[name]]
         write_json(folder / "index.json", {"format": FORMAT, "tensors": entries})
     dist.barrier()
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """One safetensors file; `CheckpointError` names it when the disk refuses."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} was not written: {error}") from error
 
 
 class ShardReader:
@@ -104,7 +112,7 @@ class ShardReader:
         if name not in self._files:
             try:
                 self._files[name] = self._stack.enter_context(safe_open(self.folder / name, framework="pt"))
-            except (OSError, ValueError) as error:
+            except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from error
         return self._files[name]
 
