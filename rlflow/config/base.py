@@ -64,8 +64,8 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[T]) -> T:
 
     if isinstance(config, dataclass_type):
         return config
-    plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
     try:
+        plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
         merged = OmegaConf.merge(OmegaConf.structured(dataclass_type), plain or {})
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:

@@ -6,6 +6,8 @@ Each problem says what was set, why it cannot work and the nearest value that ca
 from __future__ import annotations
 
 import difflib
+import importlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,18 @@ from rlflow.utils.errors import ConfigError
 
 ENGINES = {"hf": "embedded"}
 TRACKERS = ("console", "file")
+DTYPES = ("bfloat16", "float32", "bf16", "fp32")
+KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KNOWN_NODES = {
+    "actor_rollout_ref",
+    "algorithm",
+    "data",
+    "model_engine",
+    "ray_kwargs",
+    "reward",
+    "trainer",
+    "transfer_queue",
+}
 
 
 def need_reference_policy(config: Any) -> bool:
@@ -41,8 +55,16 @@ def validate_config(config: Any) -> list[str]:
     notices: list[str] = []
     typed = _typed_nodes(config, problems)
     if not problems:
-        for check in (_check_names, _check_files, _check_lengths, _check_batches, _check_sampling):
+        for check in (_check_values, _check_names, _check_files, _check_lengths, _check_batches, _check_sampling):
             check(typed, problems, notices)
+    unread = sorted(set(config) - KNOWN_NODES)
+    if unread:
+        notices.append(f"nothing in this version reads {', '.join(unread)} (your own code may)")
+    if config.actor_rollout_ref.hybrid_engine is not True:
+        problems.append(
+            "actor_rollout_ref.hybrid_engine must stay true: actor and rollout share their devices.\n"
+            "    try:    actor_rollout_ref.hybrid_engine=true"
+        )
     if problems:
         count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
         raise ConfigError(f"the configuration has {count}:\n" + "\n".join(f"- {problem}" for problem in problems))
@@ -106,7 +128,13 @@ def _check_names(c: _Typed, problems: list[str], notices: list[str]) -> None:
     from rlflow.utils.import_utils import import_external_libs
 
     # A user's module may register the very names that are checked next.
-    import_external_libs(c.model.external_lib)
+    try:
+        import_external_libs(c.model.external_lib)
+    except (ImportError, OSError, RuntimeError) as error:
+        problems.append(
+            f"actor_rollout_ref.model.external_lib={c.model.external_lib} cannot be imported: {error}\n"
+            "    try:    a module name, or the path of a .py file"
+        )
     if c.rollout.name not in ENGINES:
         problems.append(_choice("actor_rollout_ref.rollout.name", c.rollout.name, ENGINES, "is not in this version"))
     if c.algorithm.adv_estimator not in core_algos.ADV_ESTIMATOR_REGISTRY:
@@ -119,7 +147,11 @@ def _check_names(c: _Typed, problems: list[str], notices: list[str]) -> None:
         problems.append(
             _choice("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, core_algos.POLICY_LOSS_REGISTRY)
         )
-    loggers = [c.trainer.logger] if isinstance(c.trainer.logger, str) else list(c.trainer.logger)
+    loggers = [c.trainer.logger] if isinstance(c.trainer.logger, str) else list(c.trainer.logger or [])
+    if not loggers:
+        problems.append(
+            "trainer.logger is empty: nothing would be shown or recorded.\n    try:    trainer.logger=[console,file]"
+        )
     for logger in loggers:
         if logger not in TRACKERS:
             problems.append(
@@ -150,6 +182,77 @@ def _check_names(c: _Typed, problems: list[str], notices: list[str]) -> None:
 
 def _files(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else [str(v) for v in value or []]
+
+
+def _check_values(c: _Typed, problems: list[str], notices: list[str]) -> None:
+    """Single values that no run can use."""
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    at_least: list[tuple[str, float, float]] = [
+        (f"{actor}.ppo_epochs", c.actor.ppo_epochs, 1),
+        (f"{actor}.optim.lr", c.actor.optim.lr, 0),
+        (f"{actor}.clip_ratio", c.actor.clip_ratio, 0),
+        (f"{actor}.entropy_from_logits_chunk_size", c.actor.entropy_from_logits_chunk_size, 1),
+        (f"{rollout}.prompt_length", c.rollout.prompt_length, 1),
+        (f"{rollout}.response_length", c.rollout.response_length, 1),
+        (f"{rollout}.max_num_seqs", c.rollout.max_num_seqs, 1),
+        (f"{rollout}.val_kwargs.n", c.rollout.val_kwargs.n, 1),
+        (f"{rollout}.val_kwargs.temperature", c.rollout.val_kwargs.temperature, 0),
+        (f"{rollout}.agent.num_workers", c.rollout.agent.num_workers, 1),
+        (
+            f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes",
+            c.rollout.checkpoint_engine.update_weights_bucket_megabytes,
+            1,
+        ),
+        ("reward.num_workers", c.reward.num_workers, 1),
+        ("reward.processes_per_worker", c.reward.processes_per_worker, 1),
+        ("trainer.total_epochs", c.trainer.total_epochs, 1),
+    ]
+    above_zero: list[tuple[str, float]] = [
+        ("reward.timeout_s", c.reward.timeout_s),
+        (f"{rollout}.request_timeout_s", c.rollout.request_timeout_s),
+        (f"{rollout}.agent.session_timeout_s", c.rollout.agent.session_timeout_s),
+        ("trainer.stall_timeout_s", c.trainer.stall_timeout_s),
+    ]
+    at_least += [(key, value, 1e-9) for key, value in above_zero]
+    for key, value, low in at_least:
+        if not (math.isfinite(value) and value >= low):
+            limit = "more than 0" if low == 1e-9 else f"at least {low:g}"
+            problems.append(f"{key}={value} must be {limit}.\n    try:    {key}={max(low, 1):g}")
+    if not 0 < c.rollout.top_p <= 1:
+        problems.append(
+            f"{rollout}.top_p={c.rollout.top_p} is no share of probability.\n    try:    {rollout}.top_p=1.0"
+        )
+    if c.trainer.total_training_steps is not None and c.trainer.total_training_steps < 0:
+        problems.append(
+            f"trainer.total_training_steps={c.trainer.total_training_steps} must be 0 or more.\n"
+            "    try:    trainer.total_training_steps=null (from the epochs)"
+        )
+    if c.trainer.critic_warmup > 0:
+        problems.append(
+            f"trainer.critic_warmup={c.trainer.critic_warmup}: there is no critic in this version, so these steps "
+            "would train nothing.\n    try:    trainer.critic_warmup=0"
+        )
+    chosen: list[tuple[str, str, tuple[str, ...]]] = [
+        (f"{actor}.strategy", c.actor.strategy, ("fsdp", "fsdp2")),
+        (f"{actor}.fsdp_config.dtype", c.actor.fsdp_config.dtype, DTYPES),
+        (f"{rollout}.dtype", c.rollout.dtype, DTYPES),
+        (f"{rollout}.load_format", c.rollout.load_format, ("dummy", "auto", "safetensors")),
+        (f"{rollout}.checkpoint_engine.backend", c.rollout.checkpoint_engine.backend, ("naive",)),
+        (f"{actor}.kl_loss_type", c.actor.kl_loss_type.removesuffix("+"), KL_ESTIMATORS),
+        ("algorithm.kl_penalty", c.algorithm.kl_penalty.removesuffix("+"), KL_ESTIMATORS),
+        ("algorithm.kl_ctrl.type", c.algorithm.kl_ctrl.type, ("fixed", "adaptive")),
+    ]
+    problems.extend(_choice(key, value, choices) for key, value, choices in chosen if value not in choices)
+    optim = c.actor.optim
+    try:
+        known = hasattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
+    except ImportError:
+        known = False
+    if not known:
+        problems.append(
+            f"{actor}.optim.optimizer={optim.optimizer}: {optim.optimizer_impl} has no such class.\n"
+            f"    try:    {actor}.optim.optimizer=AdamW {actor}.optim.optimizer_impl=torch.optim"
+        )
 
 
 def _check_files(c: _Typed, problems: list[str], notices: list[str]) -> None:

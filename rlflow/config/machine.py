@@ -29,7 +29,8 @@ def clamp_to_machine(config: Any, cores: int) -> str | None:
     with open_dict(config):
         for key, limit in limits.items():
             value = OmegaConf.select(config, key)
-            if value > limit:
+            # Anything but a number is for the checks to refuse.
+            if isinstance(value, int) and value > limit:
                 OmegaConf.update(config, key, limit)
                 changed.append(f"{key} {value} -> {limit}")
     return f"device cpu, {cores} cores: " + ", ".join(changed) if changed else None

@@ -55,10 +55,15 @@ def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) ->
                 f"{text!r} is not an override: {str(error).splitlines()[0]}\n    try:    key=value without spaces"
             )
     GlobalHydra.instance().clear()
-    with initialize_config_module(CONFIG_MODULE, version_base=None):
-        # Group choices decide which keys exist, so they are applied before the others are judged.
-        groups = [p.input_line for p in parsed if p.input_line and _is_group(p.get_key_element())]
-        config = compose(config_name, overrides=groups)
+    # Group choices decide which keys exist, so they are applied before the others are judged.
+    groups = [p.input_line for p in parsed if p.input_line and _is_group(p.get_key_element())]
+    try:
+        with initialize_config_module(CONFIG_MODULE, version_base=None):
+            config = compose(config_name, overrides=groups)
+    except HydraException as error:
+        raise ConfigError(
+            f"{' '.join(groups)}: {str(error).splitlines()[0]}\n    try:    model_engine=dp, the engine of this version"
+        ) from error
     known = set(_flatten(config))
     for override in parsed:
         key = override.get_key_element()

@@ -49,6 +49,7 @@ class Channel:
         os.close(nothing)
         os.dup2(2, 1)
         self._lock = threading.Lock()
+        self._pid = os.getpid()
 
     def start_guard(self) -> None:
         """Fork the process that ends the group when the worker is gone."""
@@ -67,6 +68,8 @@ class Channel:
 
     def send(self, reply: dict[str, Any]) -> None:
         """One reply; a result that JSON cannot say becomes an invalid."""
+        if os.getpid() != self._pid:
+            os._exit(0)  # a process that the function forked came back here; only its parent answers
         try:
             payload = encode_reply(reply)
         except (ValueError, TypeError, RecursionError) as error:

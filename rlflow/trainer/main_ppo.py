@@ -29,6 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         _say(f"error: {error}")
         return 2
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
     try:
         run_ppo(config)
     except KeyboardInterrupt:
@@ -188,4 +191,7 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before `main` could take care of it
+        sys.exit(130)

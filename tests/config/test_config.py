@@ -180,3 +180,36 @@ def test_process_counts_fit_the_machine(files: list[str]) -> None:
     assert clamp_to_machine(config, cores=2) is None
     gpu: Any = compose_config(files)
     assert clamp_to_machine(gpu, cores=2) is None and gpu.trainer.n_gpus_per_node == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("actor_rollout_ref.actor.ppo_epochs=0", "at least 1"),
+        ("actor_rollout_ref.actor.optim.lr=nan", "optim.lr=nan"),
+        ("data.max_response_length=-4", "response_length=-4"),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=bfloat61", "dtype=bfloat16"),
+        ("actor_rollout_ref.actor.strategy=megatron", "choices: fsdp, fsdp2"),
+        ("actor_rollout_ref.actor.optim.optimizer=AdamX", "optimizer=AdamW"),
+        ("actor_rollout_ref.actor.kl_loss_type=k9", "kl_loss_type=k"),
+        ("trainer.critic_warmup=3", "no critic"),
+        ("actor_rollout_ref.hybrid_engine=false", "must stay true"),
+        ("actor_rollout_ref.model.external_lib=/nowhere/mine.py", "cannot be imported"),
+        ("trainer.logger=null", "trainer.logger is empty"),
+        ("trainer.n_gpus_per_node=null", "trainer:"),
+        ("reward.num_workers=null", "reward:"),
+        ("reward.timeout_s=0", "more than 0"),
+        ("actor_rollout_ref.rollout.temperature=${nowhere.key}", "nowhere"),
+    ],
+)
+def test_values_no_run_can_use_are_refused(files: list[str], override: str, part: str) -> None:
+    assert part in problems_of([*files, override])
+
+
+def test_an_engine_that_is_not_there_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match="model_engine=dp"):
+        compose_config(["model_engine=nope"])
+
+
+def test_an_added_node_is_not_silent(files: list[str]) -> None:
+    assert any("my_node" in notice for notice in validate_config(compose_config([*files, "+my_node.key=1"])))

@@ -50,6 +50,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
             except OSError:
                 pass
         time.sleep(3600)
+    if action == "fork":
+        return 5.0 if os.fork() == 0 else 1.0
     if action == "pid":
         return {"score": 1.0, "pid": os.getpid()}
     if action == "see":

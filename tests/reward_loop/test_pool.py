@@ -82,6 +82,13 @@ def test_a_score_is_what_the_function_returned():
     assert run_in_pool(test, ScorerSpec(SCORERS, kwargs={"bonus": 2}))["note"] == "\ud800\x00"
 
 
+def test_a_process_that_the_function_forked_does_not_answer_for_it():
+    async def test(pool):
+        return [await call(pool, "fork") for _ in range(5)]
+
+    assert run_in_pool(test) == [1.0] * 5
+
+
 def test_config_keywords_win_over_the_calls():
     async def test(pool):
         return await call(pool, "see", text="from the call")
