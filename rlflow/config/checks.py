@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,11 @@ def _check_values(c: _Typed, problems: list[str], notices: list[str]) -> None:
             f"trainer.total_training_steps={c.trainer.total_training_steps} must be 0 or more.\n"
             "    try:    trainer.total_training_steps=null (from the epochs)"
         )
+    if c.trainer.val_only and not c.trainer.val_before_train:
+        problems.append(
+            "trainer.val_only=true with val_before_train=false would validate never and train.\n"
+            "    try:    trainer.val_before_train=true"
+        )
     if c.trainer.critic_warmup > 0:
         problems.append(
             f"trainer.critic_warmup={c.trainer.critic_warmup}: there is no critic in this version, so these steps "
@@ -262,7 +268,7 @@ def _check_files(c: _Typed, problems: list[str], notices: list[str]) -> None:
         for name in _files(value):
             path = Path(name).expanduser()
             if not path.is_file():
-                beside = sorted(p.name for p in path.parent.glob("*") if p.suffix in (".parquet", ".json", ".jsonl"))
+                beside = sorted(p.name for p in path.parent.glob("*") if p.suffix in (".parquet", ".jsonl"))
                 there = (
                     f"that folder has {', '.join(beside[:5])}" if beside else "make one with examples/data_preprocess/"
                 )
@@ -279,6 +285,11 @@ def _check_files(c: _Typed, problems: list[str], notices: list[str]) -> None:
             f"reward.custom_reward_function.path={reward}: no such file.\n    try:    an absolute "
             f"path, or pkg://package.module"
         )
+    if c.trainer.save_freq > 0 and not _can_create(Path(c.trainer.default_local_dir).expanduser()):
+        problems.append(
+            f"trainer.default_local_dir={c.trainer.default_local_dir} cannot be written, and trainer.save_freq="
+            f"{c.trainer.save_freq} asks for checkpoints.\n    try:    a folder of yours, or trainer.save_freq=-1"
+        )
     if c.trainer.resume_mode == "resume_path":
         folder = c.trainer.resume_from_path or ""
         if "global_step_" not in folder or not Path(folder).expanduser().is_dir():
@@ -286,6 +297,14 @@ def _check_files(c: _Typed, problems: list[str], notices: list[str]) -> None:
                 f"trainer.resume_from_path={folder or 'null'} is no checkpoint folder.\n"
                 "    try:    an existing .../global_step_N, or trainer.resume_mode=auto"
             )
+
+
+def _can_create(folder: Path) -> bool:
+    """Whether this process could make the folder (other nodes may differ)."""
+    existing = next((p for p in [folder.absolute(), *folder.absolute().parents] if p.exists()), Path("/"))
+    # Kernel file systems claim to be writable.
+    kernel = existing.parts[1:2] in (("proc",), ("sys",))
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) and not kernel
 
 
 def _check_lengths(c: _Typed, problems: list[str], notices: list[str]) -> None:
@@ -319,58 +338,63 @@ def _check_lengths(c: _Typed, problems: list[str], notices: list[str]) -> None:
         )
 
 
-def _nearest_multiple(value: int, of: int) -> int:
-    return max(of, round(value / of) * of)
+def _split_advice(prompts: int, mini: int, n: int, unit: int) -> str:
+    """The nearest mini-batch that divides the batch and splits over the ranks; else the nearest batch that has one."""
+    minis = [m for m in range(1, prompts + 1) if prompts % m == 0 and (m * n) % unit == 0]
+    if minis:
+        best = min(minis, key=lambda m: abs(m - mini))
+        return f"actor_rollout_ref.actor.ppo_mini_batch_size={best} ({best * n} rows)"
+    step = unit // math.gcd(n, unit)
+    batch = max(step, round(prompts / step) * step)
+    return f"data.train_batch_size={batch} actor_rollout_ref.actor.ppo_mini_batch_size={step} ({step * n} rows)"
 
 
 def _check_batches(c: _Typed, problems: list[str], notices: list[str]) -> None:
     ranks = c.trainer.n_gpus_per_node * c.trainer.nnodes
     prompts, n, mini = c.data.train_batch_size, c.rollout.n, c.actor.ppo_mini_batch_size
-    counts = {
+    micro, dynamic = c.actor.ppo_micro_batch_size_per_gpu, c.actor.use_dynamic_bsz
+    counts: dict[str, int | None] = {
         "data.train_batch_size": prompts,
         "actor_rollout_ref.rollout.n": n,
         "actor_rollout_ref.actor.ppo_mini_batch_size": mini,
         "trainer.n_gpus_per_node": ranks,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": micro,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": c.rollout.log_prob_micro_batch_size_per_gpu,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": c.ref.log_prob_micro_batch_size_per_gpu,
+        "data.val_batch_size": c.data.val_batch_size,
     }
-    for key, value in counts.items():
-        if value < 1:
-            problems.append(f"{key}={value} must be at least 1.\n    try:    {key}=1")
-            return
-    if mini > prompts:
-        problems.append(
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} prompts is more than "
-            f"data.train_batch_size={prompts}.\n"
-            f"    try:    actor_rollout_ref.actor.ppo_mini_batch_size={prompts}"
-        )
+    too_small = [
+        f"{key}={value} must be at least 1.\n    try:    {key}=1"
+        for key, value in counts.items()
+        if value is not None and value < 1
+    ]
+    if too_small:
+        problems.extend(too_small)
         return
-    if prompts % mini:
-        divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
-        best = min(divisors, key=lambda d: abs(d - mini))
+    if not dynamic and micro is None:
         problems.append(
-            f"data.train_batch_size={prompts} is not a multiple of ppo_mini_batch_size={mini}: the "
-            f"last optimizer step of "
-            f"each batch would be mostly padding.\n    try:    actor_rollout_ref.actor.ppo_mini_batch_size={best}, or "
-            f"data.train_batch_size={_nearest_multiple(prompts, mini)}"
-        )
-    rows = mini * n
-    micro = c.actor.ppo_micro_batch_size_per_gpu
-    unit = ranks if c.actor.use_dynamic_bsz else ranks * (micro or 1)
-    if not c.actor.use_dynamic_bsz and micro is None:
-        problems.append(
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is not set and use_dynamic_bsz "
-            "is false: Please set at "
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is not set and use_dynamic_bsz is false: Please set at "
             "least one.\n    try:    actor_rollout_ref.actor.use_dynamic_bsz=true"
         )
-    elif rows % unit:
-        valid = next(m for m in range(mini, mini + unit + 1) if (m * n) % unit == 0)
-        problems.append(
-            f"ppo_mini_batch_size={mini} cannot be split: {mini} prompts x rollout.n={n} = {rows} "
-            f"rows, but {ranks} ranks"
-            + (f" x ppo_micro_batch_size_per_gpu={micro}" if not c.actor.use_dynamic_bsz else "")
-            + f" need a multiple of {unit}.\n"
-            + f"    try:    actor_rollout_ref.actor.ppo_mini_batch_size={valid} ({valid * n} rows)"
-            + ("" if c.actor.use_dynamic_bsz else ", or actor_rollout_ref.actor.use_dynamic_bsz=true")
+    unit = ranks if dynamic else ranks * (micro or 1)
+    rows = mini * n
+    why = ""
+    if mini > prompts:
+        why = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} prompts is more than data.train_batch_size={prompts}"
+    elif prompts % mini:
+        why = (
+            f"data.train_batch_size={prompts} is not a multiple of ppo_mini_batch_size={mini}: the last optimizer step of "
+            "each batch would be mostly padding"
         )
+    elif rows % unit:
+        why = (
+            f"ppo_mini_batch_size={mini} cannot be split: {mini} prompts x rollout.n={n} = {rows} rows, but {ranks} ranks"
+            + ("" if dynamic else f" x ppo_micro_batch_size_per_gpu={micro}")
+            + f" need a multiple of {unit}"
+        )
+    if why:
+        other = "" if dynamic else ", or actor_rollout_ref.actor.use_dynamic_bsz=true"
+        problems.append(f"{why}.\n    try:    {_split_advice(prompts, mini, n, unit)}{other}")
     log_prob: dict[str, tuple[bool, int | None]] = {
         "actor_rollout_ref.rollout": (c.rollout.log_prob_use_dynamic_bsz, c.rollout.log_prob_micro_batch_size_per_gpu)
     }

@@ -101,7 +101,17 @@ def prompt_problem(prompt: Any) -> str | None:
         calls_tools = role == "assistant" and bool(message.get("tool_calls"))
         if not isinstance(content, str | list) and not (content is None and calls_tools):
             return f"message {nth}: found content {_show(content)}, expected a string"
+        if not _encodable(content):
+            return f"message {nth}: the content has half a surrogate pair, which no tokenizer takes; clean the text"
     return None
+
+
+def _encodable(content: Any) -> bool:
+    try:
+        json.dumps(content, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _show(value: Any) -> str:

@@ -6,8 +6,11 @@ asks for "everything after number n" and is woken when there is something. Nothi
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 KEEP = 10_000
 
@@ -54,6 +57,14 @@ _feed: EventFeed | None = None
 def current_feed() -> EventFeed | None:
     """The feed of this process, None when nobody listens."""
     return _feed
+
+
+def notice(text: str) -> None:
+    """A line for the user's terminal; into the log where nobody listens."""
+    if _feed is None:
+        logger.info(text)
+    else:
+        _feed.publish({"type": "notice", "text": text})
 
 
 def install_feed(feed: EventFeed | None) -> None:

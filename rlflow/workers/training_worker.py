@@ -295,7 +295,7 @@ def _merge_step(metrics: Metrics, ranks: list[_Step]) -> None:
 
 
 def memory_metrics() -> Metrics:
-    """Peak device memory and resident host memory of this process, GiB."""
+    """Peak device memory of this process and used memory of the host, GiB."""
     device = get_torch_device()
     values = {
         "perf/max_memory_allocated_gb": device.max_memory_allocated(),

@@ -137,7 +137,7 @@ def test_an_unset_engine_is_named(files: list[str]) -> None:
                 "data.train_batch_size=60",
                 "actor_rollout_ref.actor.ppo_mini_batch_size=60",
             ],
-            ["300 rows", "multiple of 64", "ppo_mini_batch_size=64 (320 rows)"],
+            ["300 rows", "multiple of 64", "data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64 (320 rows)"],
         ),
         (["actor_rollout_ref.actor.use_dynamic_bsz=false"], ["ppo_micro_batch_size_per_gpu", "use_dynamic_bsz=true"]),
         (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100"], ["1024 tokens", "ppo_max_token_len_per_gpu=1024"]),
@@ -213,3 +213,28 @@ def test_an_engine_that_is_not_there_is_a_clear_error() -> None:
 
 def test_an_added_node_is_not_silent(files: list[str]) -> None:
     assert any("my_node" in notice for notice in validate_config(compose_config([*files, "+my_node.key=1"])))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n", "ranks", "mini", "micro"), [(6, 1, 2, 3, None), (2, 3, 1, 2, 4), (60, 5, 8, 7, 8)]
+)
+def test_the_advice_is_itself_accepted(
+    files: list[str], prompts: int, n: int, ranks: int, mini: int, micro: int | None
+) -> None:
+    import re
+
+    base = [*files, f"actor_rollout_ref.rollout.n={n}", f"trainer.n_gpus_per_node={ranks}"]
+    if micro:
+        base += [
+            "actor_rollout_ref.actor.use_dynamic_bsz=false",
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
+            f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro}",
+        ]
+    tried = [f"data.train_batch_size={prompts}", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}"]
+    advice = re.findall(r"[a-z_.]+batch_size=\d+", problems_of([*base, *tried]).split("try:")[1])
+    validate_config(compose_config([*base, *tried, *advice]))
+
+
+def test_a_folder_that_cannot_hold_checkpoints_is_found_before_the_first_save(files: list[str]) -> None:
+    message = problems_of([*files, "trainer.save_freq=1", "trainer.default_local_dir=/proc/nope"])
+    assert "trainer.default_local_dir=/proc/nope cannot be written" in message

@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 from rlflow.checkpoint import (
     atomic_directory,
     find_latest_checkpoint,
+    list_checkpoints,
     prune,
     verify_manifest,
     write_manifest,
     write_tracker,
 )
+from rlflow.observe.feed import notice
 from rlflow.utils.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ def load_trainer_checkpoint(trainer: PPOTrainer) -> int:
     trainer.feed.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
     if trainer.kl_controller is not None and state["kl_controller"]:
         trainer.kl_controller.load_state_dict(state["kl_controller"])
-    logger.info("resumed from %s (step %d)", folder, state["global_step"])
+    notice(f"resumed from {folder} (step {state['global_step']})")
     return int(state["global_step"])
 
 
@@ -83,7 +85,15 @@ def _checkpoint_to_load(config: Any) -> Path | None:
     if mode == "disable":
         return None
     if mode == "auto":
-        return find_latest_checkpoint(checkpoint_root(config))
+        root = checkpoint_root(config)
+        found = find_latest_checkpoint(root)
+        if found is None and list_checkpoints(root):
+            raise CheckpointError(
+                f"{root} has checkpoints ({', '.join(path.name for path in list_checkpoints(root)[-3:])}), but none is "
+                "whole; training from step 0 would overwrite them. Repair or move them away, or set "
+                "trainer.resume_mode=disable to start over."
+            )
+        return found
     folder = Path(config.trainer.resume_from_path).expanduser().resolve()
     problems = verify_manifest(folder)
     if problems:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import rlflow.transfer_queue as tq
+from rlflow.observe.feed import notice
 from rlflow.observe.tracking import Tracking
 from rlflow.trainer.ppo import batching, stages
 from rlflow.trainer.ppo.checkpointing import load_trainer_checkpoint, save_trainer_checkpoint
@@ -181,6 +182,8 @@ class PPOTrainer(ABC):  # noqa: B024
             self.logger.log(self._validate(), step=self.global_steps)
             if trainer.val_only:
                 return
+        if self.global_steps >= self.feed.total_training_steps:
+            notice(f"nothing to train: at step {self.global_steps} of {self.feed.total_training_steps}")
         self.on_train_begin()
         while self.global_steps < self.feed.total_training_steps:
             self.global_steps += 1
