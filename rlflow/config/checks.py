@@ -373,8 +373,8 @@ def _check_batches(c: _Typed, problems: list[str], notices: list[str]) -> None:
         return
     if not dynamic and micro is None:
         problems.append(
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is not set and use_dynamic_bsz is false: Please set at "
-            "least one.\n    try:    actor_rollout_ref.actor.use_dynamic_bsz=true"
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is not set and use_dynamic_bsz is false: "
+            "Please set at least one.\n    try:    actor_rollout_ref.actor.use_dynamic_bsz=true"
         )
     unit = ranks if dynamic else ranks * (micro or 1)
     rows = mini * n
@@ -383,12 +383,13 @@ def _check_batches(c: _Typed, problems: list[str], notices: list[str]) -> None:
         why = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} prompts is more than data.train_batch_size={prompts}"
     elif prompts % mini:
         why = (
-            f"data.train_batch_size={prompts} is not a multiple of ppo_mini_batch_size={mini}: the last optimizer step of "
-            "each batch would be mostly padding"
+            f"data.train_batch_size={prompts} is not a multiple of ppo_mini_batch_size={mini}: the last optimizer step "
+            "of each batch would be mostly padding"
         )
     elif rows % unit:
         why = (
-            f"ppo_mini_batch_size={mini} cannot be split: {mini} prompts x rollout.n={n} = {rows} rows, but {ranks} ranks"
+            f"ppo_mini_batch_size={mini} cannot be split: {mini} prompts x rollout.n={n} = {rows} rows, "
+            f"but {ranks} ranks"
             + ("" if dynamic else f" x ppo_micro_batch_size_per_gpu={micro}")
             + f" need a multiple of {unit}"
         )

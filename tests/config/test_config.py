@@ -122,7 +122,7 @@ def test_an_unset_engine_is_named(files: list[str]) -> None:
     [
         (
             ["data.train_batch_size=60", "actor_rollout_ref.actor.ppo_mini_batch_size=16"],
-            ["60", "ppo_mini_batch_size=15"],
+            ["60", "ppo_mini_batch_size=12 (48 rows)"],
         ),
         (
             ["data.train_batch_size=4"],
@@ -137,7 +137,7 @@ def test_an_unset_engine_is_named(files: list[str]) -> None:
                 "data.train_batch_size=60",
                 "actor_rollout_ref.actor.ppo_mini_batch_size=60",
             ],
-            ["300 rows", "multiple of 64", "data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64 (320 rows)"],
+            ["300 rows", "multiple of 64", "data.train_batch_size=64", "ppo_mini_batch_size=64 (320 rows)"],
         ),
         (["actor_rollout_ref.actor.use_dynamic_bsz=false"], ["ppo_micro_batch_size_per_gpu", "use_dynamic_bsz=true"]),
         (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100"], ["1024 tokens", "ppo_max_token_len_per_gpu=1024"]),

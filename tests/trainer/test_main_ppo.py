@@ -30,6 +30,7 @@ def test_unknown_keys_and_syntax_end_the_run_with_hints() -> None:
 def test_impossible_values_end_the_run(tmp_path: Path) -> None:
     result = run(
         "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
         "actor_rollout_ref.rollout.name=hf",
         "algorithm.adv_estimator=grpo",
         f"data.train_files={tmp_path}/missing.parquet",
