@@ -9,7 +9,7 @@ Invariants
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,8 @@ def byte_view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
     import torch
 
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def tensor_digest(name: str, tensor: Tensor) -> int:

@@ -175,6 +175,7 @@ def load_model(model_config: Any, rollout_config: Any, device: torch.device) -> 
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
     _override(config, model_config.get("override_config") or {})
     check_attention_support(config)
+    model: Any
     if rollout_config.load_format == "dummy":
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, dtype=dtype)
     elif rollout_config.load_format in ("auto", "safetensors"):

@@ -6,15 +6,11 @@ import logging
 import os
 from typing import Any
 
+from rlflow.utils.device import thread_environment
 from rlflow.utils.ray_utils import ray_await
 from rlflow.workers.rollout.replica import LAUNCH_TIMEOUT_S, RolloutReplica
 
 logger = logging.getLogger(__name__)
-
-# How long an idle thread of the server waits awake for the next parallel region. A decode step has hundreds of them,
-# tens of microseconds apart: sleeping in between (0) makes a step 40 % slower on a quiet machine, while libgomp's
-# default of milliseconds takes the cores from the trainer's processes. This is about 0.1 ms.
-_SPIN_COUNT = "2000"
 
 
 class HFReplica(RolloutReplica):
@@ -29,16 +25,13 @@ class HFReplica(RolloutReplica):
 
         node = await self._node()
         threads = max(1, node["cores"] // self.replicas_on_node)
-        server = (
-            ray.remote(HFServer)
-            .options(
-                num_cpus=0,
-                max_concurrency=self.max_concurrency,
-                scheduling_strategy=self._placement(node),
-                runtime_env={"env_vars": server_environment(threads, node["env"])},
-            )
-            .remote(self.config, self.model_config, self.replica_rank, self.replicas_on_node)
-        )
+        actor: Any = ray.remote(HFServer)
+        server = actor.options(
+            num_cpus=0,
+            max_concurrency=self.max_concurrency,
+            scheduling_strategy=self._placement(node),
+            runtime_env={"env_vars": server_environment(threads, node["env"])},
+        ).remote(self.config, self.model_config, self.replica_rank, self.replicas_on_node)
         facts = await ray_await(
             server.ready.remote(), what=f"rollout replica {self.replica_rank} to start", timeout_s=LAUNCH_TIMEOUT_S
         )
@@ -80,9 +73,7 @@ def node_facts(_worker: Any = None) -> dict[str, Any]:
 def server_environment(threads: int, device_env: dict[str, str]) -> dict[str, str]:
     """Environment of a server process with that many compute threads."""
     return {
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": _SPIN_COUNT,
+        **thread_environment(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         **device_env,
