@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,15 @@ def custom_reward(folder: Path, body: str, only_index: int | None = None) -> str
     return f"reward.custom_reward_function.path={path}"
 
 
-def rlflow_processes() -> set[int]:
-    found = set()
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if "rlflow.reward_loop.child" in line or "ray::TaskRunner" in line or "ray::" in line and "rlflow" in line:
-            found.add(process.info["pid"])
+def processes_of_run(mark: str) -> list[str]:
+    """Command lines of living processes that inherited the run's environment."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        try:
+            if process.environ().get("RLFLOW_TEST_MARK") == mark:
+                found.append(" ".join(process.info["cmdline"] or []))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
     return found
 
 
@@ -82,7 +86,7 @@ def test_a_malformed_row_ends_the_command_with_file_and_row_and_leaves_no_proces
 ) -> None:
     rows = [{"prompt": [{"role": "user", "content": "1+1"}], "data_source": "x"}, {"prompt": None, "data_source": "x"}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "broken.parquet")
-    before = rlflow_processes()
+    mark = str(tmp_path)
     broken = f"data.train_files={tmp_path}/broken.parquet"
     result = subprocess.run(
         [sys.executable, "-m", "rlflow.trainer.main_ppo", *tiny_overrides, broken],
@@ -90,8 +94,11 @@ def test_a_malformed_row_ends_the_command_with_file_and_row_and_leaves_no_proces
         text=True,
         timeout=180,
         check=False,
-        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {"RLFLOW_TEST_MARK": mark},
     )
     assert result.returncode == 1
     assert "broken.parquet" in result.stderr and "row 1" in result.stderr
-    assert rlflow_processes() <= before
+    deadline = time.monotonic() + 20
+    while processes_of_run(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert processes_of_run(mark) == []
