@@ -156,7 +156,9 @@ def _wait(runner: Any, result: Any) -> Any:
                     table.show(event)
             if result in ray.wait([result], timeout=0)[0]:
                 break
-        value = ray.get(result)  # noqa: TID251 - the run's stages hold the deadlines
+        while not ray.wait([result], timeout=POLL_DEADLINE_S)[0]:
+            pass  # a runner without events; its stages hold the deadlines, and its death ends this wait
+        value = ray.get(result, timeout=POLL_DEADLINE_S)
         _, events = ray.get(runner.events.remote(last, 0), timeout=POLL_DEADLINE_S) if has_events else (0, [])
         for event in events:
             table.show(event)
