@@ -23,7 +23,7 @@ from typing import Any
 
 # Chosen on 2 cores: the full demo stays under 15 minutes after set-up, --quick under 4.
 STEPS = 20
-QUICK_STEPS = 4
+QUICK_STEPS = 3
 QUICK_VALIDATION_PROMPTS = 64
 
 
