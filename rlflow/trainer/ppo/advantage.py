@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlflow.trainer.ppo import core_algos
 from rlflow.trainer.ppo.core_algos.aggregate import masked_mean
-from rlflow.trainer.ppo.replay_buffer import session_of
+from rlflow.trainer.ppo.replay_buffer import final_outputs, session_of
 from rlflow.utils.nested import nested_lengths, nested_to_padded, padded_to_nested
 
 OPTIONAL_FIELDS = ("old_log_probs", "ref_log_prob", "rollout_log_probs", "values")
@@ -63,7 +63,7 @@ def compute_advantage(keys: list[str], rewards: Tensor, dense: dict[str, Tensor]
     """
     mask = dense["response_mask"]
     estimator = core_algos.get_adv_estimator_fn(config.adv_estimator)
-    finals = _final_rows(keys) if config.adv_estimator == "grpo" else list(range(len(keys)))
+    finals = final_outputs(keys) if config.adv_estimator == "grpo" else list(range(len(keys)))
     rows = torch.tensor(finals)
     fields = {name: dense[name][rows] for name in OPTIONAL_FIELDS if name in dense}
     if config.adv_estimator == "grpo":
@@ -85,15 +85,6 @@ def _as_objects(names: list[str]) -> Any:
     import numpy as np
 
     return np.array(names, dtype=object)
-
-
-def _final_rows(keys: list[str]) -> list[int]:
-    """The row with the largest index of each session, in row order."""
-    last: dict[tuple[str, int], tuple[int, int]] = {}
-    for row, key in enumerate(keys):
-        uid, session, index = session_of(key)
-        last[uid, session] = max(last.get((uid, session), (-1, -1)), (index, row))
-    return sorted(row for _, row in last.values())
 
 
 def _spread_over_session(keys: list[str], finals: list[int], advantages: Tensor, mask: Tensor) -> Tensor:

@@ -39,6 +39,15 @@ def session_of(key: str) -> tuple[str, int, int]:
     return uid, int(session), int(index)
 
 
+def final_outputs(keys: list[str]) -> list[int]:
+    """Positions of the last output (largest index) of each session, ascending."""
+    last: dict[tuple[str, int], tuple[int, int]] = {}
+    for position, key in enumerate(keys):
+        uid, session, index = session_of(key)
+        last[uid, session] = max(last.get((uid, session), (-1, -1)), (index, position))
+    return sorted(position for _, position in last.values())
+
+
 def natural_order(uid: str) -> list[tuple[int, str]]:
     """Sort key in which `e0r10a0` comes after `e0r9a0`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", uid) if part]

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import rlflow.transfer_queue as tq
 from rlflow.trainer.ppo.dumps import decode_rows
-from rlflow.trainer.ppo.replay_buffer import session_of
+from rlflow.trainer.ppo.replay_buffer import final_outputs, session_of
 from rlflow.trainer.ppo.validation_metrics import name_validation_metrics, process_validation_metrics
-from rlflow.transfer_queue import KVBatchMeta
 from rlflow.utils import tensordict_utils as tu
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def validate(trainer: PPOTrainer) -> dict[str, float]:
         data = tq.kv_batch_get(meta.keys, "val", FIELDS, missing_ok=("data_source", "reward_model"))
         sources = tu.get(data, "data_source") or ["unknown"] * len(meta.keys)
         decoded = decode_rows(trainer.runtime.tokenizer, meta.keys, meta.tags, data, trainer.global_steps)
-        finals = _final_positions(meta)
+        finals = set(final_outputs(meta.keys))
         for position, row in enumerate(decoded):
             rows.append({**row, "data_source": sources[position] or "unknown", "final": position in finals})
         turns.extend(float(turn) for turn in tu.get(data, "num_turns"))
@@ -49,14 +48,6 @@ def validate(trainer: PPOTrainer) -> dict[str, float]:
         "val-aux/num_turns/max": max(turns),
         "val-aux/num_turns/mean": sum(turns) / len(turns),
     }
-
-
-def _final_positions(meta: KVBatchMeta) -> set[int]:
-    last: dict[tuple[str, int], tuple[int, int]] = {}
-    for position, key in enumerate(meta.keys):
-        uid, session, index = session_of(key)
-        last[uid, session] = max(last.get((uid, session), (-1, -1)), (index, position))
-    return {position for _, position in last.values()}
 
 
 def _metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
