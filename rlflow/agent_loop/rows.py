@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 PROMPT_COLUMNS = ("data_source", "reward_model", "raw_prompt", "extra_info", "index")
+# All fields of a row; the last two only when log-probs are calculated and somebody scores.
+ROW_FIELDS = (
+    *("prompts", "responses", "input_ids", "position_ids", "response_mask", "loss_mask"),
+    *("uid", "session_id", *PROMPT_COLUMNS, "num_turns", "metrics", "extra_fields"),
+    *("rollout_log_probs", "rm_scores"),
+)
 
 
 @dataclass(frozen=True)

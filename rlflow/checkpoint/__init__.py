@@ -10,7 +10,7 @@ folder = find_latest_checkpoint(root)    # the newest whole one, or None
 
 from __future__ import annotations
 
-from rlflow.checkpoint.atomic import atomic_directory, atomic_write_text, fsync_tree
+from rlflow.checkpoint.atomic import PendingDirectory, atomic_directory, atomic_write_text, fsync_tree, remove_leftovers
 from rlflow.checkpoint.manifest import MANIFEST, verify_manifest, write_manifest
 from rlflow.checkpoint.retention import (
     TRACKER,
@@ -26,6 +26,7 @@ from rlflow.checkpoint.retention import (
 __all__ = [
     "MANIFEST",
     "TRACKER",
+    "PendingDirectory",
     "atomic_directory",
     "atomic_write_text",
     "checkpoint_step",
@@ -34,6 +35,7 @@ __all__ = [
     "list_checkpoints",
     "prune",
     "read_tracker",
+    "remove_leftovers",
     "step_folder",
     "verify_manifest",
     "write_manifest",

@@ -21,6 +21,7 @@ from rlflow.utils.errors import CheckpointError
 
 WORK_SUFFIX = ".tmp"
 TRASH_SUFFIX = ".old"
+REPLACED_SUFFIX = ".replaced"
 
 
 def work_path(final: Path) -> Path:
@@ -28,45 +29,93 @@ def work_path(final: Path) -> Path:
     return final.parent / f".{final.name}{WORK_SUFFIX}"
 
 
+class PendingDirectory:
+    """A folder in the making: write below `work`, then `prepare`, then `commit` gives it its name.
+
+    Between `prepare` (everything is on the disk, under a hidden name) and `commit` (one rename) the caller may do what
+    must not be lost once the folder counts. Several processes may write below `work`; the one that holds this object
+    must be the only one for this `final`.
+    """
+
+    def __init__(self, final: Path | str) -> None:
+        self.final = Path(final)
+        self.work = work_path(self.final)
+        with self._explained():
+            shutil.rmtree(self.work, ignore_errors=True)  # left by a process that died
+            self.work.mkdir(parents=True)
+
+    def prepare(self) -> None:
+        """Write the manifest, unless there is one, and bring everything to the disk.
+
+        Raises:
+            CheckpointError: the disk is full or refuses; the message names the folder, and nothing of it is left.
+        """
+        with self._explained():
+            if not (self.work / MANIFEST).exists():
+                write_manifest(self.work)
+            fsync_tree(self.work)
+
+    def commit(self) -> None:
+        """Give the folder its name; an older one of that name is replaced.
+
+        Raises:
+            CheckpointError: as `prepare`.
+        """
+        with self._explained():
+            _replace(self.work, self.final)
+
+    def discard(self) -> None:
+        """Forget it."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.discard()
+            hint = "; the disk is full" if error.errno == errno.ENOSPC else ""
+            raise CheckpointError(f"checkpoint {self.final} was not written{hint}: {error}") from error
+        except BaseException:
+            self.discard()
+            raise
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[Path]:
+        """The block writes below the yielded path; an error removes what it wrote. Ends with `prepare`."""
+        with self._explained():
+            yield self.work
+        self.prepare()
+
+
 @contextlib.contextmanager
 def atomic_directory(final: Path | str) -> Iterator[Path]:
     """Build a folder under a temporary name; on success write its manifest, sync it and rename it to `final`.
 
-    An exception inside removes the temporary folder and leaves an older `final` untouched. A folder that already has
-    the name is replaced. Several processes may write below the yielded path; the one that holds the context must be the
-    only one for this `final`, and must leave it only after all of them are done.
+    An exception inside removes the temporary folder and leaves an older `final` untouched. See `PendingDirectory`.
 
     Raises:
         CheckpointError: the disk is full or refuses; the message names the folder.
     """
-    final = Path(final)
-    work = work_path(final)
-    try:
-        shutil.rmtree(work, ignore_errors=True)  # left by a process that died
-        work.mkdir(parents=True)
+    pending = PendingDirectory(final)
+    with pending.filling() as work:
         yield work
-        if not (work / MANIFEST).exists():
-            write_manifest(work)
-        fsync_tree(work)
-        _replace(work, final)
-    except OSError as error:
-        shutil.rmtree(work, ignore_errors=True)
-        hint = "; the disk is full" if error.errno == errno.ENOSPC else ""
-        raise CheckpointError(f"checkpoint {final} was not written{hint}: {error}") from error
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+    pending.commit()
 
 
 def _replace(work: Path, final: Path) -> None:
-    """Rename over `final`. It takes two renames, between which there is no folder of that name."""
-    trash = final.parent / f".{final.name}{TRASH_SUFFIX}"
-    shutil.rmtree(trash, ignore_errors=True)
+    """Rename over `final`.
+
+    A folder that has the name already makes two renames of it; a process that dies between them leaves the old one as
+    `REPLACED_SUFFIX`, which `remove_leftovers` puts back.
+    """
+    replaced = final.parent / f".{final.name}{REPLACED_SUFFIX}"
+    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
-        os.rename(final, trash)
+        os.rename(final, replaced)
     os.rename(work, final)
     fsync_path(final.parent)
-    shutil.rmtree(trash, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_folder(folder: Path) -> None:
@@ -78,11 +127,20 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete temporary folders of saves and deletions that were killed. No save may be running below `root`."""
-    if root.is_dir():
-        for entry in root.iterdir():
-            if entry.name.startswith(".") and entry.name.endswith((WORK_SUFFIX, TRASH_SUFFIX)) and entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
+    """Clean up after saves and deletions that were killed. No save may be running below `root`."""
+    if not root.is_dir():
+        return
+    for entry in root.iterdir():
+        if not (entry.name.startswith(".") and entry.is_dir()):
+            continue
+        if entry.name.endswith(REPLACED_SUFFIX):
+            final = root / entry.name[1 : -len(REPLACED_SUFFIX)]
+            if not final.exists():
+                os.rename(entry, final)
+                continue
+        elif not entry.name.endswith((WORK_SUFFIX, TRASH_SUFFIX)):
+            continue
+        shutil.rmtree(entry, ignore_errors=True)
 
 
 def atomic_write_text(path: Path, text: str) -> None:

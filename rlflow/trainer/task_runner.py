@@ -49,7 +49,7 @@ class TaskRunner:
         OmegaConf.resolve(config)
         self.config = config
         tq.init(config.transfer_queue)
-        exit_code = 1
+        exit_code, reason = 1, None
         try:
             self.trainer = trainer_cls(config=config)
             self.trainer.on_progress = self._progress
@@ -58,10 +58,13 @@ class TaskRunner:
             self.trainer.fit(self.agent_loop_manager)
             exit_code = 0
             return {"global_steps": self.trainer.global_steps}
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
         finally:
             try:
-                if self.trainer is not None and self.trainer.logger is not None:
-                    self.trainer.logger.finish(exit_code=exit_code)
+                if self.trainer is not None:
+                    self.trainer.close(exit_code, reason)
             finally:
                 self._shutdown()
                 tq.close()

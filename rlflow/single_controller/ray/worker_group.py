@@ -245,6 +245,11 @@ class RayWorkerGroup(WorkerGroup):
         """Port of rank 0's rendezvous."""
         return self._master[1]
 
+    @property
+    def worker_cls(self) -> type:
+        """Class of this view's workers: where its methods declare what they read and write."""
+        return self.ray_cls_with_init.roles[self._role].cls
+
     # ---- views -------------------------------------------------------------------------------------------------
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:

@@ -3,12 +3,12 @@
     {default_local_dir}/
         latest_checkpointed_iteration.txt      the newest whole step; replaced atomically, last
         global_step_{k}/
-            actor/                             the worker group's part, one file set for any world size
+            actor/, critic/                    the worker groups' parts, one file set for any world size
             data.pt                            the data cursor: the trained frontier
             trainer_state.json                 step, KL coefficient
             manifest.json                      sizes and hashes of all files; without it the folder is not a checkpoint
 
-A step folder appears under its name only when it is complete.
+A step folder appears under its name only when it is complete, and when the numbers of its step are on the disk.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.checkpoint import (
-    atomic_directory,
+    PendingDirectory,
     find_latest_checkpoint,
     list_checkpoints,
     prune,
+    remove_leftovers,
     verify_manifest,
-    write_manifest,
     write_tracker,
 )
 from rlflow.observe.feed import notice
@@ -41,26 +41,51 @@ def checkpoint_root(config: Any) -> Path:
     return Path(config.trainer.default_local_dir).expanduser().resolve()
 
 
-def save_trainer_checkpoint(trainer: PPOTrainer) -> Path:
-    """Save the run after the current step; returns the step's folder."""
+def prepare_checkpoint(trainer: PPOTrainer) -> PendingDirectory:
+    """Write the run's state after the current step, whole and on the disk, under a name that does not count yet."""
     import torch
 
     root = checkpoint_root(trainer.config)
     root.mkdir(parents=True, exist_ok=True)
-    final = root / f"global_step_{trainer.global_steps}"
-    with atomic_directory(final) as folder:
-        trainer.runtime.actor_wg.save_checkpoint(str(folder / "actor"), None, trainer.global_steps, None)
+    step = trainer.global_steps
+    pending = PendingDirectory(root / f"global_step_{step}")
+    with pending.filling() as folder:
+        for name, group in _saved_groups(trainer):
+            group.save_checkpoint(str(folder / name), None, step, None)
         torch.save(trainer.feed.loader.state_dict(), folder / "data.pt")
-        state: dict[str, Any] = {"global_step": trainer.global_steps, "kl_controller": None}
+        state: dict[str, Any] = {"global_step": step, "kl_controller": None}
         if trainer.kl_controller is not None:
             state["kl_controller"] = trainer.kl_controller.state_dict()
         (folder / "trainer_state.json").write_text(json.dumps(state, indent=2))
-        write_manifest(folder)
-    write_tracker(root, trainer.global_steps)
+    return pending
+
+
+def commit_checkpoint(trainer: PPOTrainer, pending: PendingDirectory, metrics: dict[str, Any]) -> Path:
+    """Make a prepared checkpoint the latest, and let old ones go; returns its folder.
+
+    What the step reported is brought to the disk first.
+    """
+    root, step = pending.final.parent, trainer.global_steps
+    try:
+        trainer.dumps.flush()
+        if trainer.recorder is not None:
+            trainer.recorder.sync()
+    finally:
+        pending.commit()
+        write_tracker(root, step)
+    if trainer.recorder is not None:
+        trainer.recorder.saved(step, pending.final, best=False)
     keep = trainer.config.trainer.max_actor_ckpt_to_keep
     if keep:
         prune(root, keep)
-    return final
+    return pending.final
+
+
+def _saved_groups(trainer: PPOTrainer) -> list[tuple[str, Any]]:
+    """Folder name and worker group of every trained model."""
+    runtime = trainer.runtime
+    critic = [] if runtime.critic_wg is None else [("critic", runtime.critic_wg)]
+    return [("actor", runtime.actor_wg), *critic]
 
 
 def load_trainer_checkpoint(trainer: PPOTrainer) -> int:
@@ -71,7 +96,8 @@ def load_trainer_checkpoint(trainer: PPOTrainer) -> int:
     if folder is None:
         return 0
     state = json.loads((folder / "trainer_state.json").read_text())
-    trainer.runtime.actor_wg.load_checkpoint(str(folder / "actor"))
+    for name, group in _saved_groups(trainer):
+        group.load_checkpoint(str(folder / name))
     # weights_only: the cursor is plain numbers, and nothing else is unpickled.
     trainer.feed.loader.load_state_dict(torch.load(folder / "data.pt", weights_only=True))
     if trainer.kl_controller is not None and state["kl_controller"]:
@@ -86,6 +112,7 @@ def _checkpoint_to_load(config: Any) -> Path | None:
         return None
     if mode == "auto":
         root = checkpoint_root(config)
+        remove_leftovers(root)
         found = find_latest_checkpoint(root)
         if found is None and list_checkpoints(root):
             raise CheckpointError(

@@ -24,7 +24,8 @@ from rlflow.utils.errors import ContractError, DeadlineError
 
 logger = logging.getLogger(__name__)
 
-STATUSES = ("pending", "running", "finished", "failure")
+ENDED = ("finished", "failure")
+STATUSES = ("pending", "running", *ENDED)
 WAKE_EVERY_S = 5.0
 
 
@@ -61,15 +62,15 @@ class PartitionView:
         self.version = 0
         self.tags: dict[str, dict[str, Any]] = {}
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the partition changes, at most `timeout_s`; True when it did."""
+    def wait(self, timeout_s: float) -> dict[str, dict[str, Any] | None]:
+        """Wait until the partition changes, at most `timeout_s`; what changed (None: deleted), empty when nothing."""
         self.version, changes = tq.kv_watch(self.partition_id, self.version, timeout_s=timeout_s)
         for key, tag in changes.items():
             if tag is None:
                 self.tags.pop(key, None)
             else:
                 self.tags[key] = tag
-        return bool(changes)
+        return changes
 
     def markers(self) -> dict[str, dict[str, Any]]:
         """Uid -> tag of every prompt in the partition."""
@@ -91,6 +92,7 @@ class ReplayBuffer:
         stall_timeout_s: seconds without any change before `sample` gives up.
         describe_stall: returns lines about what is running, for the stall report.
         on_progress: called with (finished, wanted) prompt groups while waiting.
+        on_ended: called with (partition, uid, marker tag) when a prompt was seen to end, maybe more than once.
     """
 
     def __init__(
@@ -105,11 +107,13 @@ class ReplayBuffer:
         stall_timeout_s: float = 600.0,
         describe_stall: Callable[[], list[str]] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        on_ended: Callable[[str, str, dict[str, Any]], None] | None = None,
     ) -> None:
         self.trainer_mode = trainer_mode
         self.stall_timeout_s = stall_timeout_s
         self._describe_stall = describe_stall
         self._on_progress = on_progress
+        self._on_ended = on_ended
         self._views: dict[str, PartitionView] = {}
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
@@ -150,8 +154,10 @@ class ReplayBuffer:
                 self._on_progress(min(len(ended), batch_size), batch_size)
             if len(ended) >= batch_size:
                 return ended[:batch_size]
-            if view.wait(timeout_s=min(WAKE_EVERY_S, self.stall_timeout_s)):
+            changes = view.wait(timeout_s=min(WAKE_EVERY_S, self.stall_timeout_s))
+            if changes:
                 last_change = time.monotonic()
+                self._report_ended(partition_id, changes)
                 continue
             # The report also asks the agent workers for a sign of life, so that their death ends the run here.
             running = self._describe_stall() if self._describe_stall is not None else []
@@ -168,9 +174,16 @@ class ReplayBuffer:
                     f"prompt {uid} has status {tag.get('status')!r}; known: {', '.join(STATUSES)}. A custom agent-loop "
                     "manager must write one of these."
                 )
-            if tag["status"] in ("finished", "failure"):
+            if tag["status"] in ENDED:
                 ended.append((tag.get("global_steps", 0), natural_order(uid), uid))
         return [uid for _, _, uid in sorted(ended)]
+
+    def _report_ended(self, partition_id: str, changes: dict[str, dict[str, Any] | None]) -> None:
+        if self._on_ended is None:
+            return
+        for uid, tag in changes.items():
+            if tag is not None and tag.get("is_prompt") and tag.get("status") in ENDED:
+                self._on_ended(partition_id, uid, tag)
 
     @staticmethod
     def _failure_metrics(prefix: str, markers: list[dict[str, Any]]) -> dict[str, Any]:

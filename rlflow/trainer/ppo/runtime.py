@@ -40,6 +40,7 @@ class Runtime:
     pools: ResourcePoolManager
     n_devices: int
     dp_size: int
+    critic_wg: Any = None
 
     @property
     def eos_token_id(self) -> int:

@@ -10,29 +10,41 @@ Invariants
     - Every stage returns the meta of the same rows in the same order.
     - Rollout weights have version k while step k + 1 samples (sync).
     - After a step its rows are gone from the TransferQueue.
+    - The checkpoint of step k counts only once everything that step k reports is on the disk: a run that goes on from
+      it repeats nothing and leaves nothing out.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import rlflow.transfer_queue as tq
 from rlflow.observe.feed import notice
+from rlflow.observe.recorder import RunRecorder, StageRecord
 from rlflow.observe.tracking import Tracking
 from rlflow.trainer.ppo import batching, stages
-from rlflow.trainer.ppo.checkpointing import load_trainer_checkpoint, save_trainer_checkpoint
+from rlflow.trainer.ppo.checkpointing import (
+    checkpoint_root,
+    commit_checkpoint,
+    load_trainer_checkpoint,
+    prepare_checkpoint,
+)
 from rlflow.trainer.ppo.core_algos import get_kl_controller
 from rlflow.trainer.ppo.dumps import DumpWriter
 from rlflow.trainer.ppo.feed import PromptFeed
+from rlflow.trainer.ppo.field_table import StageFields, check_stage_table, stage_table
 from rlflow.trainer.ppo.metric_utils import marked_timer
-from rlflow.trainer.ppo.replay_buffer import ReplayBuffer
+from rlflow.trainer.ppo.replay_buffer import ReplayBuffer, uid_of
 from rlflow.trainer.ppo.runtime import Runtime, build_runtime
 from rlflow.trainer.ppo.utils import need_reference_policy
 from rlflow.trainer.ppo.validation import validate
 from rlflow.transfer_queue import KVBatchMeta
+from rlflow.utils.errors import ContractError
 from rlflow.utils.import_utils import load_extern_object
 from rlflow.utils.metric import reduce_metrics
 
@@ -74,6 +86,7 @@ class PPOTrainer(ABC):  # noqa: B024
     feed: PromptFeed
     agent_loop_manager: Any
     logger: Tracking | None = None
+    recorder: RunRecorder | None = None
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -82,18 +95,55 @@ class PPOTrainer(ABC):  # noqa: B024
         self.kl_controller = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
         self.replay_buffer = self._build_replay_buffer()
         self.global_steps = 0
+        self.stage_fields: dict[str, StageFields] = {}
+        self._open_prompts: dict[str, str] = {}
         self.on_progress: Callable[[int, int], None] | None = None
 
     # ----- set-up -------------------------------------------------------------------------------------------------
 
     def init(self) -> None:
         """Build data, processes and servers, resume from a checkpoint, give the servers their first weights."""
+        self.recorder = RunRecorder(checkpoint_root(self.config))
         self.feed = PromptFeed(self.config)
         self.runtime = build_runtime(self.config, self.feed.total_training_steps)
         self.dumps = DumpWriter(self.runtime.tokenizer)
+        self.stage_fields = self._declared_stages()
         self.runtime.checkpoint_manager.sleep_replicas()
         self.global_steps = load_trainer_checkpoint(self)
+        self._open_record()
         self.on_init_end()
+
+    def _declared_stages(self) -> dict[str, StageFields]:
+        runtime = self.runtime
+        groups = {"actor": runtime.actor_wg, "ref": runtime.ref_policy_wg, "critic": runtime.critic_wg}
+        stages = stage_table(
+            {role: group.worker_cls for role, group in groups.items() if group is not None},
+            with_log_probs=bool(self.config.actor_rollout_ref.rollout.calculate_log_probs),
+            kl_in_reward=self.kl_controller is not None,
+        )
+        check_stage_table(stages)
+        return {stage.stage: stage for stage in stages}
+
+    def _open_record(self) -> None:
+        import rlflow
+
+        assert self.recorder is not None
+        self.recorder.open(
+            self.global_steps,
+            config_text(self.config),
+            fresh=not self.config.trainer.val_only,
+            rlflow=rlflow.__version__,
+            total_steps=self.feed.total_training_steps,
+            world_size=self.runtime.n_devices,
+            stages=[stage.as_dict() for stage in self.stage_fields.values()],
+        )
+
+    def close(self, exit_code: int, reason: str | None = None) -> None:
+        """End trackers and journal; a second call does nothing."""
+        if self.logger is not None:
+            self.logger.finish(exit_code=exit_code)
+        if self.recorder is not None:
+            self.recorder.end(self.global_steps, exit_code, reason)
 
     def get_llm_client(self) -> Any:
         """The client agent loops generate with."""
@@ -125,7 +175,14 @@ class PPOTrainer(ABC):  # noqa: B024
             stall_timeout_s=self.config.trainer.stall_timeout_s,
             describe_stall=self._describe_running,
             on_progress=lambda done, total: self.on_progress(done, total) if self.on_progress else None,
+            on_ended=self._prompt_ended,
         )
+
+    def _prompt_ended(self, partition: str, uid: str, tag: dict[str, Any]) -> None:
+        if partition == "train" and uid in self._open_prompts:
+            self._open_prompts[uid] = str(tag.get("failed") or "its sessions left no trajectory")
+        if self.recorder is not None:
+            self.recorder.finished(self.global_steps, partition, uid, tag)
 
     def _describe_running(self) -> list[str]:
         """Lines for a stall report; raises when no agent-loop worker is left."""
@@ -178,10 +235,13 @@ class PPOTrainer(ABC):  # noqa: B024
         self.agent_loop_manager = agent_loop_manager
         trainer = self.config.trainer
         self.logger = Tracking.from_config(self.config)
-        if trainer.val_before_train:
-            self.logger.log(self._validate(), step=self.global_steps)
+        if trainer.val_only or (trainer.val_before_train and self.global_steps == 0):
+            self._log(self._validate())
             if trainer.val_only:
+                self.dumps.flush()
                 return
+        elif trainer.val_before_train:
+            notice(f"going on from step {self.global_steps}: no validation now (trainer.val_only=true does one)")
         if self.global_steps >= self.feed.total_training_steps:
             notice(f"nothing to train: at step {self.global_steps} of {self.feed.total_training_steps}")
         self.on_train_begin()
@@ -196,22 +256,73 @@ class PPOTrainer(ABC):  # noqa: B024
         last = self.global_steps >= self.feed.total_training_steps
         metrics: Metrics = {}
         timing: dict[str, float] = {}
+        self._recorder.begin_step()
+        pending = None
         with marked_timer("step", timing):
             self.on_step_begin()
             batch = self.step(metrics, timing)
             if trainer.save_freq > 0 and (last or self.global_steps % trainer.save_freq == 0):
-                with marked_timer("save_checkpoint", timing):
-                    save_trainer_checkpoint(self)
+                with self._stage("save_checkpoint", timing):
+                    pending = prepare_checkpoint(self)
             self.on_step_end(metrics, timing)
-        if trainer.test_freq > 0 and (last or self.global_steps % trainer.test_freq == 0):
-            with marked_timer("testing", timing):
-                metrics.update(self._validate())
+        try:
+            if trainer.test_freq > 0 and (last or self.global_steps % trainer.test_freq == 0):
+                with self._stage("testing", timing):
+                    metrics.update(self._validate())
+            self._report_step(batch, metrics, timing)
+        finally:
+            # A failure here loses no training: what was prepared is whole.
+            if pending is not None:
+                commit_checkpoint(self, pending, metrics)
+
+    def _report_step(self, batch: KVBatchMeta, metrics: Metrics, timing: dict[str, float]) -> None:
+        """Numbers, dumps and journal of a step; after it the step's rows are gone."""
         stages.compute_step_metrics(self, batch, metrics, timing)
-        if trainer.rollout_data_dir:
-            self.dumps.write_training(trainer.rollout_data_dir, self.global_steps, batch)
+        folder = self.config.trainer.rollout_data_dir
+        if folder:
+            self.dumps.write_training(folder, self.global_steps, batch)
         tq.kv_clear(batch.keys, batching.partition_of(batch))
+        uids = list(dict.fromkeys(uid_of(batch.keys[row]) for row in batching.real_rows(batch)))
+        self._recorder.trained(self.global_steps, uids, len(batch), version=self.global_steps)
+        for uid in uids:
+            self._open_prompts.pop(uid, None)
+        for uid, reason in self._open_prompts.items():
+            self._recorder.dropped(self.global_steps, [uid], reason)
+        self._open_prompts = {}
+        self._log(metrics)
+
+    def _log(self, metrics: Metrics) -> None:
         assert self.logger is not None
-        self.logger.log(reduce_metrics(metrics), step=self.global_steps)
+        numbers = reduce_metrics(metrics)
+        self._recorder.log(self.global_steps, numbers)
+        self.logger.log(numbers, step=self.global_steps)
+
+    @property
+    def _recorder(self) -> RunRecorder:
+        if self.recorder is None:
+            raise ContractError("the trainer was not set up: call init() before fit()")
+        return self.recorder
+
+    @contextmanager
+    def _stage(self, name: str, timing: dict[str, float], batch: KVBatchMeta | None = None) -> Iterator[None]:
+        """Time a stage and note it in the journal."""
+        start = time.time()
+        with marked_timer(name, timing):
+            yield
+        fields = self.stage_fields.get(name, StageFields(name, "", ""))
+        after_update = name in ("update_weights", "save_checkpoint", "testing")
+        self._recorder.stage(
+            self.global_steps,
+            StageRecord(
+                stage=name,
+                start=start,
+                end=time.time(),
+                rows=None if batch is None else len(batch),
+                version=self.global_steps if after_update else self.global_steps - 1,
+                reads=[*fields.reads, *fields.optional_reads],
+                writes=list(fields.writes),
+            ),
+        )
 
     def step(self, metrics: Metrics, timing: dict[str, float]) -> KVBatchMeta:
         """Submit one batch of prompts and train on it."""
@@ -223,21 +334,21 @@ class PPOTrainer(ABC):  # noqa: B024
         return batch
 
     def _step_once(self, metrics: Metrics, timing: dict[str, float], prompts: int) -> KVBatchMeta:
-        with marked_timer("gen", timing):
+        with self._stage("gen", timing):
             self.on_sample_begin()
             batch, sampling = self.replay_buffer.sample(self.global_steps, "train", prompts)
             metrics.update(sampling)
             self.on_sample_end()
         batch = self._balance_batch(batch, metrics)
-        with marked_timer("old_log_prob", timing):
+        with self._stage("old_log_prob", timing, batch):
             batch = self._compute_old_log_prob(batch, metrics)
         if self.use_reference_policy:
-            with marked_timer("ref", timing):
+            with self._stage("ref", timing, batch):
                 batch = self._compute_ref_log_prob(batch, metrics)
-        with marked_timer("adv", timing):
+        with self._stage("adv", timing, batch):
             batch = self._compute_advantage(batch, metrics)
         if self.config.trainer.critic_warmup <= self.global_steps:
-            with marked_timer("update_actor", timing):
+            with self._stage("update_actor", timing, batch):
                 self._update_actor(batch, metrics)
         return batch
 
@@ -265,11 +376,29 @@ class PPOTrainer(ABC):  # noqa: B024
         partition = self.feed.partition(batch)
         marker = {"is_prompt": True, "status": "pending", "global_steps": self.global_steps}
         tq.kv_batch_put(uids, partition, tags=[dict(marker) for _ in uids])
+        rollout = self.config.actor_rollout_ref.rollout
+        sessions = rollout.n if partition == "train" else rollout.val_kwargs.n
+        version = self.global_steps - 1 if partition == "train" else self.global_steps
+        if partition == "train":
+            self._open_prompts.update(dict.fromkeys(uids, "its end was not seen"))
+        self._recorder.issued(self.global_steps, partition, uids, sessions, version)
         self.agent_loop_manager.generate_sequences(batch)
 
     def _validate(self) -> Metrics:
         self.on_validate_begin()
         try:
-            return validate(self)
+            metrics = validate(self)
         finally:
             self.on_validate_end()
+        core = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+        self._recorder.event("validated", self.global_steps, metrics=core)
+        return metrics
+
+
+def config_text(config: Any) -> str:
+    """The resolved configuration as YAML, without secrets."""
+    from omegaconf import OmegaConf
+
+    from rlflow.utils.redact import redact
+
+    return OmegaConf.to_yaml(OmegaConf.create(redact(OmegaConf.to_container(config, resolve=True))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlflow.trainer.ppo.metric_utils import marked_timer
 from rlflow.trainer.ppo.trainer_base import PPOTrainer, register_trainer
 
 
@@ -14,7 +13,8 @@ class PPOTrainerSync(PPOTrainer):
 
     def on_init_end(self) -> None:
         """The servers start with no weights of their own: send the actor's."""
-        self.runtime.checkpoint_manager.update_weights(self.global_steps)
+        receipt = self.runtime.checkpoint_manager.update_weights(self.global_steps)
+        self._recorder.weights(self.global_steps, receipt or {})
 
     def on_sample_end(self) -> None:
         """Free the servers' memory for training."""
@@ -22,6 +22,7 @@ class PPOTrainerSync(PPOTrainer):
 
     def on_step_end(self, metrics: dict[str, Any], timing: dict[str, float]) -> None:
         """The next step samples from the weights of this one."""
-        with marked_timer("update_weights", timing):
-            receipts = self.runtime.checkpoint_manager.update_weights(self.global_steps)
-        metrics.update({f"weight_sync/{name}": value for name, value in (receipts or {}).items()})
+        with self._stage("update_weights", timing):
+            receipt = self.runtime.checkpoint_manager.update_weights(self.global_steps) or {}
+        self._recorder.weights(self.global_steps, receipt)
+        metrics.update({f"weight_sync/{name}": value for name, value in receipt.items()})

@@ -1,0 +1,127 @@
+"""Which stage of a step reads and writes which fields of the TransferQueue.
+
+Worker methods declare it with `@register(reads=, writes=)`; the agent loop and the controller's advantage stage declare
+it here. From one table come the check at start-up that somebody writes every field before it is read, the `stages` of
+the journal (and so "who reads this field next" in `rlflow trace`), and the table in the docs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlflow.agent_loop.rows import ROW_FIELDS
+from rlflow.single_controller.base.decorator import MAGIC_ATTR
+from rlflow.utils.errors import ContractError
+
+# stage -> (the role whose workers do it, their method), in the order of a step.
+WORKER_STAGES = {
+    "old_log_prob": ("actor", "compute_log_prob"),
+    "ref": ("ref", "compute_ref_log_prob"),
+    "values": ("critic", "compute_values"),
+    "update_critic": ("critic", "update_critic"),
+    "update_actor": ("actor", "update_actor"),
+}
+ORDER = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+
+
+@dataclass(frozen=True)
+class StageFields:
+    """What one stage reads and writes; names of fields.
+
+    Fields:
+        group: the role whose workers compute it, "controller" or "agent_loop".
+        method: what is called.
+        optional_reads: read where they are there.
+    """
+
+    stage: str
+    group: str
+    method: str
+    reads: tuple[str, ...] = ()
+    optional_reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the journal."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+
+def stage_table(
+    worker_classes: dict[str, type], *, with_log_probs: bool = True, kl_in_reward: bool = False
+) -> list[StageFields]:
+    """The stages of a step in their order.
+
+    Args:
+        worker_classes: role ("actor", "ref", "critic") -> class of its workers; a role that is missing has no stages.
+        with_log_probs: whether the rollout reports log-probs.
+        kl_in_reward: whether the controller subtracts a KL penalty from the reward.
+    """
+    left_out = () if with_log_probs else ("rollout_log_probs",)
+    stages = {
+        "gen": StageFields(
+            "gen", "agent_loop", "generate_sequences", writes=tuple(f for f in ROW_FIELDS if f not in left_out)
+        ),
+        "adv": _advantage_stage(kl_in_reward),
+    }
+    for stage, (role, method) in WORKER_STAGES.items():
+        if role in worker_classes:
+            declared = getattr(getattr(worker_classes[role], method), MAGIC_ATTR)
+            stages[stage] = StageFields(
+                stage,
+                role,
+                method,
+                reads=declared["reads"] or (),
+                optional_reads=declared["optional_reads"] or (),
+                writes=(*(declared["writes"] or ()), *(declared["optional_writes"] or ())),
+            )
+    return [stages[stage] for stage in ORDER if stage in stages]
+
+
+def _advantage_stage(kl_in_reward: bool) -> StageFields:
+    from rlflow.trainer.ppo.advantage import OPTIONAL_FIELDS
+
+    return StageFields(
+        "adv",
+        "controller",
+        "compute_advantage",
+        reads=("response_mask", "rm_scores"),
+        optional_reads=tuple(OPTIONAL_FIELDS),
+        writes=("advantages", "returns", *(("token_level_rewards",) if kl_in_reward else ())),
+    )
+
+
+def check_stage_table(stages: Sequence[StageFields]) -> None:
+    """Every field that a stage needs is written by an earlier one.
+
+    Raises:
+        ContractError: names stage, field, and what is there.
+    """
+    written: set[str] = set()
+    for stage in stages:
+        missing = [name for name in stage.reads if name not in written]
+        if missing:
+            raise ContractError(
+                f"stage {stage.stage} ({stage.group}.{stage.method}) reads {', '.join(missing)}, which no earlier "
+                f"stage writes. Written before it: {', '.join(sorted(written)) or 'nothing'}. Declare the field in the "
+                "@register(writes=...) of the method that makes it, or list it under optional_reads."
+            )
+        written.update(stage.writes)
+
+
+def markdown_table(stages: Sequence[StageFields]) -> str:
+    """Fields by stages for the docs: w = written, r = read, (r) = read where it is there."""
+    fields = list(dict.fromkeys(f for s in stages for f in (*s.writes, *s.reads, *s.optional_reads)))
+    lines = [
+        "| field | " + " | ".join(s.stage for s in stages) + " |",
+        "|---|" + "---|" * len(stages),
+    ]
+    for field in fields:
+        cells = []
+        for stage in stages:
+            marks = ["w"] if field in stage.writes else []
+            marks += ["r"] if field in stage.reads else ["(r)"] if field in stage.optional_reads else []
+            cells.append(" ".join(marks))
+        lines.append(f"| `{field}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
