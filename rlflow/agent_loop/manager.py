@@ -3,6 +3,9 @@
 Invariants
     - `generate_sequences` returns when the prompts are handed over, not when they are done.
     - A prompt goes to the worker with the fewest active sessions.
+    - With `rollout.full_determinism` the rollout servers know the sessions of a batch, in its order, before a worker
+      does. A prompt that starts again is announced again: its requests join where they can, so that a run in which a
+      worker died goes on, but need not repeat bit for bit.
     - A prompt whose worker died before finishing it is given to another one; this is noticed whenever the workers are
       asked (`generate_sequences`, `status`).
 """
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+from rlflow.agent_loop.session import session_name
 from rlflow.agent_loop.settings import TRAIN, VAL, AgentLoopSettings
 from rlflow.agent_loop.worker import AgentLoopWorkerTQ
 from rlflow.utils.errors import ContractError, DeadlineError, RlflowError
@@ -79,6 +83,7 @@ class AgentLoopManagerTQ:
         from ray import cloudpickle
 
         self._settings = AgentLoopSettings.from_config(config)
+        self._client = llm_client
         n_workers = self._settings.rollout.agent.num_workers
         actor: Any = ray.remote(_actor_class(self.agent_loop_workers_class))
         arguments = cloudpickle.dumps((config, llm_client, teacher_client, reward_loop_worker_handles))
@@ -177,6 +182,8 @@ class AgentLoopManagerTQ:
         from ray.exceptions import RayActorError
 
         waiting = list(rows)
+        if self._settings.rollout.full_determinism:
+            self._announce(waiting)
         while waiting:
             shares: dict[int, list[_Placed]] = {}
             for placed in waiting:
@@ -191,6 +198,14 @@ class AgentLoopManagerTQ:
                     self._workers[index].problem = _first_line(error)
                     logger.warning("agent-loop worker %d takes no prompts: %s", index, self._workers[index].problem)
                     waiting += share
+
+    def _announce(self, rows: Sequence[_Placed]) -> None:
+        names = [
+            session_name(str(placed.row["uid"]), number)
+            for placed in rows
+            for number in range(self._settings.sessions(placed.row, placed.validate))
+        ]
+        self._client.announce_sessions(names, [uid for worker in self._workers for uid in worker.placed])
 
     def _submit(self, index: int, share: Sequence[_Placed]) -> None:
         worker = self._workers[index]
@@ -230,10 +245,11 @@ class AgentLoopManagerTQ:
         from ray.exceptions import RayActorError
 
         refs = [worker.handle.report.remote() for worker in self._workers]
+        end = monotonic() + REPORT_TIMEOUT_S  # for all of them together
         orphans: list[_Placed] = []
         for index, (worker, ref) in enumerate(zip(self._workers, refs, strict=True)):
             try:
-                report = ray_get(ref, what=f"agent-loop worker {index}", timeout_s=REPORT_TIMEOUT_S)
+                report = ray_get(ref, what=f"agent-loop worker {index}", timeout_s=max(0.1, end - monotonic()))
             except DeadlineError as error:
                 worker.problem = _first_line(error)
                 continue

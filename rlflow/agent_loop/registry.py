@@ -57,13 +57,13 @@ class LoopTable:
 
     def __init__(self, config_path: str | None = None) -> None:
         self._specs: dict[str, LoopSpec] = {}
-        self._entries = _read_entries(config_path) if config_path else {}
+        self._entries = read_entries(config_path) if config_path else {}
         for name in self._entries:
             self.get(name)  # loads the module, so that its @register decorators run now
 
     def names(self) -> list[str]:
         """All names that `get` knows."""
-        return sorted({*_BUILT_IN, *_REGISTRY, *self._entries})
+        return sorted(known_names() | set(self._entries))
 
     def get(self, name: str) -> LoopSpec:
         """The loop called `name`; `ConfigError` lists the known ones."""
@@ -89,7 +89,18 @@ class LoopTable:
         )
 
 
-def _read_entries(config_path: str) -> dict[str, dict[str, Any]]:
+def known_names() -> set[str]:
+    """Names of the loops that are built in, or registered in this process."""
+    return {*_BUILT_IN, *_REGISTRY}
+
+
+def read_entries(config_path: str) -> dict[str, dict[str, Any]]:
+    """Name -> `{_target_, ...constructor keywords}` of the loops of a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, or an entry lacks name or _target_.
+        FileNotFoundError: there is no such file.
+    """
     from omegaconf import OmegaConf
     from yaml import YAMLError
 

@@ -70,11 +70,12 @@ def build_rows(
     from rlflow.utils import tensordict_utils as tu
 
     rows = []
+    facts = session.facts()
     for output in outputs:
         fields = _tensor_fields(output, session, with_log_probs, with_scores, invalid)
         fields |= {"uid": session.uid, "session_id": session.session_id}
         fields |= {column: row.get(column) for column in PROMPT_COLUMNS}
-        fields["extra_fields"] = _extra_fields(output, session, global_steps, invalid)
+        fields["extra_fields"] = {**_extra_fields(output, session, global_steps, invalid), "session_facts": facts}
         rows.append(fields)
     return StoredRows(
         keys=[f"{session.name}_{index}" for index in range(len(outputs))],

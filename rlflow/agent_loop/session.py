@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, time
 from typing import Any, TypeVar
 
 from rlflow.agent_loop.settings import request_seed
@@ -19,6 +19,11 @@ T = TypeVar("T")
 CANCEL_GRACE_S = 5.0
 
 
+def session_name(uid: str, session_id: int) -> str:
+    """Name of one session of a prompt."""
+    return f"{uid}_{session_id}"
+
+
 @dataclass
 class Session:
     """Progress of one session; the record that stall reports are made from.
@@ -27,6 +32,7 @@ class Session:
         phase: what it does now ("template", "generate turn 2", "reward", "store").
         min_global_steps, max_global_steps: weight versions that served its calls; None before the first answer.
         abandoned: its deadline passed; it must not write any more.
+        worker: name of the agent-loop worker it runs on.
     """
 
     uid: str
@@ -40,11 +46,12 @@ class Session:
     min_global_steps: int | None = None
     max_global_steps: int | None = None
     abandoned: bool = False
+    worker: str = ""
 
     @property
     def name(self) -> str:
         """`{uid}_{session}`: the request id, and the front part of its rows' keys."""
-        return f"{self.uid}_{self.session_id}"
+        return session_name(self.uid, self.session_id)
 
     def enter(self, phase: str) -> None:
         """Note that a phase begins."""
@@ -64,6 +71,11 @@ class Session:
         self.stop_reason = output.stop_reason
         self.enter("loop")
 
+    def facts(self) -> dict[str, Any]:
+        """Who ran it, and its unix seconds from start to now."""
+        now = time()
+        return {"worker": self.worker, "started": now - (monotonic() - self.started), "ended": now}
+
     def report(self) -> dict[str, Any]:
         """For stall reports; seconds."""
         now = monotonic()
@@ -82,12 +94,16 @@ class SessionClient:
     """The LLM client of one session: the shared client's `generate`, plus the seed of each turn and the bookkeeping.
 
     Every other attribute is the shared client's.
+
+    Args:
+        announced: the servers expect this session; tell them which of its requests each one is.
     """
 
-    def __init__(self, client: Any, session: Session, seed: int) -> None:
+    def __init__(self, client: Any, session: Session, seed: int, announced: bool = False) -> None:
         self._client = client
         self._session = session
         self._seed = seed
+        self._announced = announced
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -100,10 +116,12 @@ class SessionClient:
         turn, session.turns = session.turns, session.turns + 1
         session.enter(f"generate turn {turn}")
         seed = request_seed(self._seed, session.uid, session.session_id, turn)
+        place = {"session": session.name, "turn": turn} if self._announced else {}
         output = await self._client.generate(
             request_id,
             prompt_ids=list(prompt_ids),
             sampling_params={"seed": seed, **sampling_params},
+            **place,
             **kwargs,
         )
         session.served(output)

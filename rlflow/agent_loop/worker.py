@@ -5,7 +5,7 @@ Invariants
       settled, so that a sampler that sees it finds every row the prompt will ever have.
     - A session either writes all its rows in one put or none. Its failure names uid, session and reason, in the log
       and in the marker's tag (`failed_sessions`, `failed`).
-    - Every session ends by `rollout.agent.session_timeout_s`.
+    - Every session ends by `rollout.agent.session_timeout_s`; with `rollout.full_determinism` the servers are told.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from rlflow.agent_loop.output import AgentLoopOutput
 from rlflow.agent_loop.registry import LoopTable
 from rlflow.agent_loop.rows import build_rows
 from rlflow.agent_loop.scoring import RewardClient
-from rlflow.agent_loop.session import Session, SessionClient, within_deadline
+from rlflow.agent_loop.session import Session, SessionClient, session_name, within_deadline
 from rlflow.agent_loop.settings import TRAIN, VAL, AgentLoopSettings
 from rlflow.agent_loop.template_cache import TemplateCache
 from rlflow.reward_loop.result import one_line
 from rlflow.utils.errors import ContractError, DataError
 from rlflow.utils.import_utils import import_external_libs
+from rlflow.utils.redact import protect_process, redact_text
 from rlflow.utils.tokenizer import policy_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class AgentLoopWorkerTQ:
 
         from rlflow.data import get_dataset_class
 
+        protect_process(config)
         if teacher_client is not None:
             raise ContractError("this version has no distillation; teacher_client must be None")
         namespace = OmegaConf.select(config, "transfer_queue.namespace")
@@ -76,6 +78,7 @@ class AgentLoopWorkerTQ:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._sessions: dict[str, Session] = {}
         self._life = uuid.uuid4().hex
+        self._name = _own_name()
         self._counts = {"prompts_done": 0, "sessions_failed": 0, "prompts_cut": 0}
 
     async def submit(self, rows: list[Row], global_steps: int, validate: bool) -> None:
@@ -121,9 +124,12 @@ class AgentLoopWorkerTQ:
         except Exception as error:  # noqa: BLE001 -- whatever happens, the marker must leave `running`
             logger.exception("prompt %s failed", uid)
             failures = [error]
+            if self._settings.rollout.full_determinism:  # some sessions may never have begun
+                for i in range(self._settings.sessions(row, validate)):
+                    self._client.end_session(session_name(uid, i))
         tag: dict[str, Any] = {"status": "finished"}
         if failures:
-            reason = one_line(f"{type(failures[0]).__name__}: {failures[0]}")
+            reason = one_line(redact_text(f"{type(failures[0]).__name__}: {failures[0]}"))
             tag = {"status": "failure", "failed_sessions": len(failures), "failed": reason}
         self._counts["prompts_done"] += 1
         self._counts["sessions_failed"] += len(failures)
@@ -135,7 +141,7 @@ class AgentLoopWorkerTQ:
     async def _run_session(
         self, uid: str, session_id: int, row: Row, global_steps: int, validate: bool, cache: TemplateCache
     ) -> None:
-        session = Session(uid, session_id)
+        session = Session(uid, session_id, worker=self._name)
         self._sessions[session.name] = session
         work = self._unfold(session, row, global_steps, validate, cache)
         try:
@@ -145,6 +151,8 @@ class AgentLoopWorkerTQ:
             raise
         finally:
             del self._sessions[session.name]
+            if self._settings.rollout.full_determinism:
+                self._client.end_session(session.name)
 
     async def _unfold(
         self, session: Session, row: Row, global_steps: int, validate: bool, cache: TemplateCache
@@ -179,10 +187,10 @@ class AgentLoopWorkerTQ:
             await tq.async_kv_batch_put(stored.keys, partition, fields=stored.fields, tags=stored.tags)
 
     def _make_loop(self, name: str, session: Session, cache: TemplateCache) -> AgentLoopBase:
-        spec = self._loops.get(name)
+        spec, rollout = self._loops.get(name), self._settings.rollout
         loop = spec.cls(
             trainer_config=DictConfigWrap(self._config),
-            server_manager=SessionClient(self._client, session, self._settings.rollout.seed),
+            server_manager=SessionClient(self._client, session, rollout.seed, announced=rollout.full_determinism),
             tokenizer=self._tokenizer,
             processor=None,
             dataset_cls=self._dataset_cls,
@@ -203,3 +211,11 @@ class AgentLoopWorkerTQ:
                 )
             output.check(self._settings.rollout.response_length, name)
         return outputs
+
+
+def _own_name() -> str:
+    """`agent_loop_worker_0`: the name of this actor, without the part that tells runs apart."""
+    import ray
+
+    name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
+    return name.rpartition("_")[0] if name else "agent_loop_worker"

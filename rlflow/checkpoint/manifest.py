@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,13 @@ def write_manifest(folder: Path | str) -> Path:
     return manifest
 
 
-def verify_manifest(folder: Path | str, *, hashes: bool = True) -> list[str]:
+def verify_manifest(folder: Path | str, *, hashes: bool = True, below: Sequence[str] = ()) -> list[str]:
     """What is wrong with a checkpoint, one line each naming the file; an empty list means it is whole.
 
     Args:
         folder: a folder with a manifest.
         hashes: False compares sizes only, which finds missing and truncated files but no flipped byte.
+        below: check only the files whose path in the manifest starts with one of these, and that each names one.
     """
     folder = Path(folder)
     try:
@@ -55,7 +56,13 @@ def verify_manifest(folder: Path | str, *, hashes: bool = True) -> list[str]:
         return [f"{folder / MANIFEST}: missing"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [f"{folder / MANIFEST}: unreadable ({error})"]
-    problems = []
+    problems = [
+        f"{folder / MANIFEST}: names no file {prefix}" + ("..." if prefix.endswith("/") else "")
+        for prefix in below
+        if not any(name.startswith(prefix) for name in files)
+    ]
+    if below:
+        files = {name: entry for name, entry in files.items() if name.startswith(tuple(below))}
     for name, entry in sorted(files.items()):
         problem = _check(folder / name, entry, hashes)
         if problem:

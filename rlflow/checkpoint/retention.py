@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from rlflow.checkpoint.atomic import atomic_write_text, remove_folder, remove_leftovers
@@ -46,8 +47,13 @@ def list_checkpoints(root: Path | str) -> list[Path]:
 
 
 def write_tracker(root: Path | str, step: int) -> None:
-    """Make `step` the latest checkpoint; its folder must be whole by now."""
-    atomic_write_text(Path(root) / TRACKER, f"{step}\n")
+    """Make `step` the latest checkpoint; its folder must be whole by now. `CheckpointError` when the disk refuses."""
+    try:
+        atomic_write_text(Path(root) / TRACKER, f"{step}\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"{Path(root) / TRACKER} was not written, so step {step} does not count: {error}"
+        ) from error
 
 
 def read_tracker(root: Path | str) -> int | None:
@@ -83,18 +89,25 @@ def find_latest_checkpoint(root: Path | str) -> Path | None:
     return None
 
 
-def prune(root: Path | str, keep: int | None) -> list[Path]:
+def prune(root: Path | str, keep: int | None, protect: Iterable[int] = ()) -> list[Path]:
     """Delete the oldest checkpoints so that `keep` whole ones stay (None or 0: all); returns the deleted folders.
 
     Damaged folders do not count as kept, so that the last whole one is never deleted. Leftovers of killed saves go too;
     call it between saves.
+
+    Args:
+        root: the run folder.
+        keep: how many of the newest stay.
+        protect: steps that stay besides those: the best one.
     """
     root = Path(root)
     remove_leftovers(root)
     if not keep or keep < 0:
         return []
-    whole, deleted = 0, []
+    whole, deleted, protected = 0, [], set(protect)
     for folder in list_checkpoints(root):
+        if whole >= keep and checkpoint_step(folder) in protected:
+            continue
         if whole >= keep:
             remove_folder(folder)
             deleted.append(folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from rlflow.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig
 from rlflow.config.base import BaseConfig, omega_conf_to_dataclass
+from rlflow.config.critic import CriticConfig, FSDPCriticConfig
 from rlflow.config.data import DataConfig
 from rlflow.config.model import HFModelConfig
 from rlflow.config.reward import CustomFunctionConfig, RewardConfig, RewardManagerConfig
@@ -32,10 +33,12 @@ __all__ = [
     "BaseConfig",
     "CheckpointConfig",
     "CheckpointEngineConfig",
+    "CriticConfig",
     "CustomFunctionConfig",
     "DataConfig",
     "EngineConfig",
     "FSDPActorConfig",
+    "FSDPCriticConfig",
     "FSDPEngineConfig",
     "FSDPOptimizerConfig",
     "FilterGroupsConfig",

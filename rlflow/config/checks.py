@@ -5,30 +5,35 @@ Each problem says what was set, why it cannot work and the nearest value that ca
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlflow.config.algorithm import AlgoConfig
 from rlflow.config.base import omega_conf_to_dataclass
+from rlflow.config.batch_checks import check_batches, check_lengths
+from rlflow.config.critic import FSDPCriticConfig, need_critic
+from rlflow.config.critic_checks import check_critic
 from rlflow.config.data import DataConfig
+from rlflow.config.determinism_checks import check_determinism
 from rlflow.config.model import HFModelConfig
+from rlflow.config.problems import below, is_missing_folder, optimizer
+from rlflow.config.problems import choice as _choice
 from rlflow.config.reward import RewardConfig
 from rlflow.config.rollout import RolloutConfig
 from rlflow.config.trainer import TrainerConfig
 from rlflow.config.worker import FSDPActorConfig, RefConfig
 from rlflow.utils.errors import ConfigError
+from rlflow.utils.tracker_names import tracker_names, tracker_problem
 
 ENGINES = {"hf": "embedded"}
-TRACKERS = ("console", "file")
 DTYPES = ("bfloat16", "float32", "bf16", "fp32")
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KNOWN_NODES = {
     "actor_rollout_ref",
     "algorithm",
+    "critic",
     "data",
     "model_engine",
     "ray_kwargs",
@@ -43,8 +48,12 @@ def need_reference_policy(config: Any) -> bool:
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
 
 
-def validate_config(config: Any) -> list[str]:
+def validate_config(config: Any, *further: Check) -> list[str]:
     """Check the composed, resolved configuration.
+
+    Args:
+        config: the `DictConfig`.
+        further: checks of higher layers; each adds to (problems, notices).
 
     Returns:
         Notices: settings that work but deserve a line.
@@ -56,11 +65,18 @@ def validate_config(config: Any) -> list[str]:
     notices: list[str] = []
     typed = _typed_nodes(config, problems)
     if not problems:
-        for check in (_check_values, _check_names, _check_files, _check_lengths, _check_batches, _check_sampling):
+        own: list[Check] = [_check_values, _check_names, _check_files, _check_sampling]
+        for check in (*own, check_critic, check_lengths, check_batches, check_determinism, *further):
             check(typed, problems, notices)
     unread = sorted(set(config) - KNOWN_NODES)
     if unread:
         notices.append(f"nothing in this version reads {', '.join(unread)} (your own code may)")
+    collective_s = config.actor_rollout_ref.nccl_timeout
+    if not (isinstance(collective_s, (int, float)) and collective_s > 0):
+        problems.append(
+            f"actor_rollout_ref.nccl_timeout={collective_s} must be more than 0 seconds.\n"
+            "    try:    actor_rollout_ref.nccl_timeout=600"
+        )
     if config.actor_rollout_ref.hybrid_engine is not True:
         problems.append(
             "actor_rollout_ref.hybrid_engine must stay true: actor and rollout share their devices.\n"
@@ -72,10 +88,11 @@ def validate_config(config: Any) -> list[str]:
     return notices
 
 
-class _Typed:
-    """The typed nodes of one configuration."""
+class TypedConfig:
+    """The typed nodes of one configuration; `critic` is there when it is needed."""
 
     actor: FSDPActorConfig
+    critic: FSDPCriticConfig
     ref: RefConfig
     rollout: RolloutConfig
     model: HFModelConfig
@@ -84,13 +101,18 @@ class _Typed:
     trainer: TrainerConfig
     algorithm: AlgoConfig
     needs_ref: bool
+    needs_critic: bool
 
 
-def _typed_nodes(config: Any, problems: list[str]) -> _Typed:
+Check = Callable[[TypedConfig, list[str], list[str]], None]
+
+
+def _typed_nodes(config: Any, problems: list[str]) -> TypedConfig:
     from omegaconf import OmegaConf
 
-    typed = _Typed()
+    typed = TypedConfig()
     typed.needs_ref = need_reference_policy(config)
+    typed.needs_critic = need_critic(config)
     if OmegaConf.is_missing(config.actor_rollout_ref.rollout, "name"):
         problems.append(
             "actor_rollout_ref.rollout.name is not set: no engine would generate.\n"
@@ -107,6 +129,8 @@ def _typed_nodes(config: Any, problems: list[str]) -> _Typed:
         "trainer": ("trainer", TrainerConfig),
         "algorithm": ("algorithm", AlgoConfig),
     }
+    if typed.needs_critic:
+        nodes["critic"] = ("critic", FSDPCriticConfig)
     for name, (path, kind) in nodes.items():
         try:
             setattr(typed, name, omega_conf_to_dataclass(OmegaConf.select(config, path), kind))
@@ -115,16 +139,7 @@ def _typed_nodes(config: Any, problems: list[str]) -> _Typed:
     return typed
 
 
-def _choice(key: str, value: str, choices: Any, why: str = "") -> str:
-    names = sorted(choices)
-    close = difflib.get_close_matches(value, names, n=1)
-    return (
-        f"{key}={value} {why or 'is unknown'}.\n    try:    {key}={close[0] if close else names[0]} "
-        f"(choices: {', '.join(names)})"
-    )
-
-
-def _check_names(c: _Typed, problems: list[str], notices: list[str]) -> None:
+def _check_names(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
     from rlflow.trainer.ppo import core_algos
     from rlflow.utils.import_utils import import_external_libs
 
@@ -139,26 +154,20 @@ def _check_names(c: _Typed, problems: list[str], notices: list[str]) -> None:
     if c.rollout.name not in ENGINES:
         problems.append(_choice("actor_rollout_ref.rollout.name", c.rollout.name, ENGINES, "is not in this version"))
     if c.algorithm.adv_estimator not in core_algos.ADV_ESTIMATOR_REGISTRY:
-        why = "needs a critic, which is not in this version" if c.algorithm.adv_estimator == "gae" else ""
         problems.append(
-            _choice("algorithm.adv_estimator", c.algorithm.adv_estimator, core_algos.ADV_ESTIMATOR_REGISTRY, why)
+            _choice("algorithm.adv_estimator", c.algorithm.adv_estimator, core_algos.ADV_ESTIMATOR_REGISTRY)
         )
     loss_mode = c.actor.policy_loss.loss_mode
     if loss_mode not in core_algos.POLICY_LOSS_REGISTRY:
         problems.append(
             _choice("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, core_algos.POLICY_LOSS_REGISTRY)
         )
-    loggers = [c.trainer.logger] if isinstance(c.trainer.logger, str) else list(c.trainer.logger or [])
+    loggers = tracker_names(c.trainer.logger)
     if not loggers:
         problems.append(
             "trainer.logger is empty: nothing would be shown or recorded.\n    try:    trainer.logger=[console,file]"
         )
-    for logger in loggers:
-        if logger not in TRACKERS:
-            problems.append(
-                f"trainer.logger names {logger}, which is not in this version.\n"
-                "    try:    trainer.logger=[console,file]"
-            )
+    problems.extend(problem for problem in map(tracker_problem, loggers) if problem)
     if c.trainer.v1.trainer_mode != "sync":
         problems.append(
             _choice("trainer.v1.trainer_mode", c.trainer.v1.trainer_mode, ["sync"], "is not in this version")
@@ -185,7 +194,7 @@ def _files(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else [str(v) for v in value or []]
 
 
-def _check_values(c: _Typed, problems: list[str], notices: list[str]) -> None:
+def _check_values(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
     """Single values that no run can use."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     at_least: list[tuple[str, float, float]] = [
@@ -207,18 +216,22 @@ def _check_values(c: _Typed, problems: list[str], notices: list[str]) -> None:
         ("reward.num_workers", c.reward.num_workers, 1),
         ("reward.processes_per_worker", c.reward.processes_per_worker, 1),
         ("trainer.total_epochs", c.trainer.total_epochs, 1),
+        ("algorithm.kl_ctrl.horizon", c.algorithm.kl_ctrl.horizon, 1),
+        ("trainer.log_val_generations", c.trainer.log_val_generations, 0),
+        ("trainer.trace.trajectories_per_step", c.trainer.trace.trajectories_per_step or 0, 0),
     ]
     above_zero: list[tuple[str, float]] = [
         ("reward.timeout_s", c.reward.timeout_s),
         (f"{rollout}.request_timeout_s", c.rollout.request_timeout_s),
         (f"{rollout}.agent.session_timeout_s", c.rollout.agent.session_timeout_s),
+        ("reward.load_timeout_s", c.reward.load_timeout_s),
         ("trainer.stall_timeout_s", c.trainer.stall_timeout_s),
+        ("trainer.call_timeout_s", c.trainer.call_timeout_s),
+        ("algorithm.kl_ctrl.target_kl", c.algorithm.kl_ctrl.target_kl),
     ]
     at_least += [(key, value, 1e-9) for key, value in above_zero]
     for key, value, low in at_least:
-        if not (math.isfinite(value) and value >= low):
-            limit = "more than 0" if low == 1e-9 else f"at least {low:g}"
-            problems.append(f"{key}={value} must be {limit}.\n    try:    {key}={max(low, 1):g}")
+        problems.extend(below(key, value, low))
     if not 0 < c.rollout.top_p <= 1:
         problems.append(
             f"{rollout}.top_p={c.rollout.top_p} is no share of probability.\n    try:    {rollout}.top_p=1.0"
@@ -233,11 +246,6 @@ def _check_values(c: _Typed, problems: list[str], notices: list[str]) -> None:
             "trainer.val_only=true with val_before_train=false would validate never and train.\n"
             "    try:    trainer.val_before_train=true"
         )
-    if c.trainer.critic_warmup > 0:
-        problems.append(
-            f"trainer.critic_warmup={c.trainer.critic_warmup}: there is no critic in this version, so these steps "
-            "would train nothing.\n    try:    trainer.critic_warmup=0"
-        )
     chosen: list[tuple[str, str, tuple[str, ...]]] = [
         (f"{actor}.strategy", c.actor.strategy, ("fsdp", "fsdp2")),
         (f"{actor}.fsdp_config.dtype", c.actor.fsdp_config.dtype, DTYPES),
@@ -247,21 +255,13 @@ def _check_values(c: _Typed, problems: list[str], notices: list[str]) -> None:
         (f"{actor}.kl_loss_type", c.actor.kl_loss_type.removesuffix("+"), KL_ESTIMATORS),
         ("algorithm.kl_penalty", c.algorithm.kl_penalty.removesuffix("+"), KL_ESTIMATORS),
         ("algorithm.kl_ctrl.type", c.algorithm.kl_ctrl.type, ("fixed", "adaptive")),
+        ("trainer.best_mode", c.trainer.best_mode, ("max", "min")),
     ]
     problems.extend(_choice(key, value, choices) for key, value, choices in chosen if value not in choices)
-    optim = c.actor.optim
-    try:
-        known = hasattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
-    except ImportError:
-        known = False
-    if not known:
-        problems.append(
-            f"{actor}.optim.optimizer={optim.optimizer}: {optim.optimizer_impl} has no such class.\n"
-            f"    try:    {actor}.optim.optimizer=AdamW {actor}.optim.optimizer_impl=torch.optim"
-        )
+    problems.extend(optimizer(actor, c.actor.optim))
 
 
-def _check_files(c: _Typed, problems: list[str], notices: list[str]) -> None:
+def _check_files(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
     for key, value in (("data.train_files", c.data.train_files), ("data.val_files", c.data.val_files)):
         if not _files(value):
             problems.append(f"{key} is empty.\n    try:    {key}=/path/to/file.parquet")
@@ -274,7 +274,7 @@ def _check_files(c: _Typed, problems: list[str], notices: list[str]) -> None:
                 )
                 problems.append(f"{key}={name}: no such file.\n    try:    {there}")
     model = c.model.path
-    if model.startswith(("/", "~", "./", "../")) and not (Path(model).expanduser() / "config.json").is_file():
+    if is_missing_folder(model):
         problems.append(
             f"actor_rollout_ref.model.path={model}: no config.json there, so it is not a Hugging Face model folder.\n"
             "    try:    a folder made by save_pretrained, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
@@ -307,114 +307,7 @@ def _can_create(folder: Path) -> bool:
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) and not kernel
 
 
-def _check_lengths(c: _Typed, problems: list[str], notices: list[str]) -> None:
-    longest = c.rollout.prompt_length + c.rollout.response_length
-    budgets: dict[str, tuple[bool, int]] = {
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": (
-            c.actor.use_dynamic_bsz,
-            c.actor.ppo_max_token_len_per_gpu,
-        ),
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": (
-            c.rollout.log_prob_use_dynamic_bsz,
-            c.rollout.log_prob_max_token_len_per_gpu,
-        ),
-    }
-    if c.needs_ref:
-        budgets["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"] = (
-            c.ref.log_prob_use_dynamic_bsz,
-            c.ref.log_prob_max_token_len_per_gpu,
-        )
-    for key, (dynamic, budget) in budgets.items():
-        if dynamic and budget < longest:
-            problems.append(
-                f"{key}={budget} is less than one sequence may have: prompt {c.rollout.prompt_length} + response "
-                f"{c.rollout.response_length} = {longest} tokens.\n    try:    {key}={longest}"
-            )
-    if c.rollout.max_model_len is not None and c.rollout.max_model_len < longest:
-        problems.append(
-            f"actor_rollout_ref.rollout.max_model_len={c.rollout.max_model_len} is less than "
-            f"prompt + response = {longest}.\n"
-            f"    try:    actor_rollout_ref.rollout.max_model_len={longest}, or null"
-        )
-
-
-def _split_advice(prompts: int, mini: int, n: int, unit: int) -> str:
-    """The nearest mini-batch that divides the batch and splits over the ranks; else the nearest batch that has one."""
-    minis = [m for m in range(1, prompts + 1) if prompts % m == 0 and (m * n) % unit == 0]
-    if minis:
-        best = min(minis, key=lambda m: abs(m - mini))
-        return f"actor_rollout_ref.actor.ppo_mini_batch_size={best} ({best * n} rows)"
-    step = unit // math.gcd(n, unit)
-    batch = max(step, round(prompts / step) * step)
-    return f"data.train_batch_size={batch} actor_rollout_ref.actor.ppo_mini_batch_size={step} ({step * n} rows)"
-
-
-def _check_batches(c: _Typed, problems: list[str], notices: list[str]) -> None:
-    ranks = c.trainer.n_gpus_per_node * c.trainer.nnodes
-    prompts, n, mini = c.data.train_batch_size, c.rollout.n, c.actor.ppo_mini_batch_size
-    micro, dynamic = c.actor.ppo_micro_batch_size_per_gpu, c.actor.use_dynamic_bsz
-    counts: dict[str, int | None] = {
-        "data.train_batch_size": prompts,
-        "actor_rollout_ref.rollout.n": n,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": mini,
-        "trainer.n_gpus_per_node": ranks,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": micro,
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": c.rollout.log_prob_micro_batch_size_per_gpu,
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": c.ref.log_prob_micro_batch_size_per_gpu,
-        "data.val_batch_size": c.data.val_batch_size,
-    }
-    too_small = [
-        f"{key}={value} must be at least 1.\n    try:    {key}=1"
-        for key, value in counts.items()
-        if value is not None and value < 1
-    ]
-    if too_small:
-        problems.extend(too_small)
-        return
-    if not dynamic and micro is None:
-        problems.append(
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is not set and use_dynamic_bsz is false: "
-            "Please set at least one.\n    try:    actor_rollout_ref.actor.use_dynamic_bsz=true"
-        )
-    unit = ranks if dynamic else ranks * (micro or 1)
-    rows = mini * n
-    why = ""
-    if mini > prompts:
-        why = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} prompts is more than data.train_batch_size={prompts}"
-    elif prompts % mini:
-        why = (
-            f"data.train_batch_size={prompts} is not a multiple of ppo_mini_batch_size={mini}: the last optimizer step "
-            "of each batch would be mostly padding"
-        )
-    elif rows % unit:
-        why = (
-            f"ppo_mini_batch_size={mini} cannot be split: {mini} prompts x rollout.n={n} = {rows} rows, "
-            f"but {ranks} ranks"
-            + ("" if dynamic else f" x ppo_micro_batch_size_per_gpu={micro}")
-            + f" need a multiple of {unit}"
-        )
-    if why:
-        other = "" if dynamic else ", or actor_rollout_ref.actor.use_dynamic_bsz=true"
-        problems.append(f"{why}.\n    try:    {_split_advice(prompts, mini, n, unit)}{other}")
-    log_prob: dict[str, tuple[bool, int | None]] = {
-        "actor_rollout_ref.rollout": (c.rollout.log_prob_use_dynamic_bsz, c.rollout.log_prob_micro_batch_size_per_gpu)
-    }
-    if c.needs_ref:
-        log_prob["actor_rollout_ref.ref"] = (c.ref.log_prob_use_dynamic_bsz, c.ref.log_prob_micro_batch_size_per_gpu)
-    for node, (dynamic, micro_rows) in log_prob.items():
-        if not dynamic and micro_rows is None:
-            problems.append(
-                f"{node}.log_prob_micro_batch_size_per_gpu is not set and {node}.log_prob_use_dynamic_bsz is false.\n"
-                f"    try:    {node}.log_prob_micro_batch_size_per_gpu={micro or 8}"
-            )
-    if c.actor.use_dynamic_bsz != c.rollout.log_prob_use_dynamic_bsz:
-        problems.append(
-            "actor_rollout_ref.actor.use_dynamic_bsz and actor_rollout_ref.rollout.log_prob_use_dynamic_bsz differ.\n"
-            "    try:    leave the second unset: it follows the first"
-        )
-
-
-def _check_sampling(c: _Typed, problems: list[str], notices: list[str]) -> None:
+def _check_sampling(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
     if c.rollout.temperature <= 0:
         problems.append(
             f"actor_rollout_ref.rollout.temperature={c.rollout.temperature}: greedy rollouts have "

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rlflow.config.tree import closed_node
 from rlflow.utils.errors import ConfigError
 
 CONFIG_MODULE = "rlflow.config"
@@ -35,9 +36,10 @@ def compose_config(overrides: Sequence[str] = (), config_name: str = CONFIG_NAME
 
 
 def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) -> None:
-    """Raise ConfigError listing every override whose key does not exist.
+    """Raise ConfigError listing every override that cannot work.
 
-    Keys given with `+` are additions and pass; `~` deletions must name an existing key.
+    `key=value` must name an existing key. `+key=value` adds one where anything may be put, see `rlflow.config.tree`.
+    `~key` is refused: an option that is taken away would only get its default back.
     """
     from hydra import compose, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
@@ -56,7 +58,7 @@ def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) ->
             )
     GlobalHydra.instance().clear()
     # Group choices decide which keys exist, so they are applied before the others are judged.
-    groups = [p.input_line for p in parsed if p.input_line and _is_group(p.get_key_element())]
+    groups = [p.input_line for p in parsed if p.input_line and _is_group(p.get_key_element()) and not p.is_delete()]
     try:
         with initialize_config_module(CONFIG_MODULE, version_base=None):
             config = compose(config_name, overrides=groups)
@@ -66,12 +68,13 @@ def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) ->
         ) from error
     known = set(_flatten(config))
     for override in parsed:
-        key = override.get_key_element()
-        if override.is_add() or override.is_force_add() or _is_group(key):
+        key = override.get_key_element().lstrip("~+")
+        if (_is_group(key) and not override.is_delete()) or key.startswith("hydra."):
             continue
-        key = key.lstrip("~")
-        if key not in known and not key.startswith("hydra."):
+        if key not in known and (closed_node(key) or not (override.is_add() or override.is_force_add())):
             problems.append(_unknown_key(key, known))
+        elif override.is_delete():
+            problems.append(_cannot_remove(key, config))
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -91,6 +94,18 @@ def _flatten(node: Any, prefix: str = "") -> Iterator[str]:
             yield from _flatten(child, f"{path}.")
 
 
+def _cannot_remove(key: str, config: Any) -> str:
+    from omegaconf import OmegaConf
+
+    node = OmegaConf.select(config, key, throw_on_missing=False)
+    default = "" if OmegaConf.is_config(node) or node is None else f" ({node})"
+    return (
+        f"~{key} cannot take the option away: what reads it would go on with its default{default}.\n"
+        f"    set in: command line\n    try:    {key}=... with the value it should have (null where it may be empty), "
+        "or leave it out"
+    )
+
+
 def _unknown_key(key: str, known: set[str]) -> str:
     last = key.rsplit(".", 1)[-1]
     same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == last]
@@ -103,7 +118,6 @@ def _unknown_key(key: str, known: set[str]) -> str:
     meant = (
         f"did you mean {' or '.join(close)}?" if close else "see rlflow/config/ppo_trainer.yaml for the keys there are"
     )
-    return (
-        f"{key} is not a key of the configuration.\n    set in: command line\n    try:    {meant} "
-        f"(to add a key on purpose write +{key}=...)"
-    )
+    closed = closed_node(key)
+    adding = f"{closed} takes no other keys" if closed else f"to add a key on purpose write +{key}=..."
+    return f"{key} is not a key of the configuration.\n    set in: command line\n    try:    {meant} ({adding})"

@@ -43,10 +43,14 @@ class RewardManagerConfig(BaseConfig):
 
 @dataclass
 class RewardConfig(BaseConfig):
-    """Rule rewards. `timeout_s`: seconds one scorer call may take; then its process is killed and the sample masked."""
+    """Rule rewards. `timeout_s`: seconds one scorer call may take; then its process is killed and the sample masked.
+
+    `load_timeout_s`: seconds the import of the scorer's file may take.
+    """
 
     num_workers: int = 8
     processes_per_worker: int = 2
     timeout_s: float = 30.0
+    load_timeout_s: float = 60.0
     custom_reward_function: CustomFunctionConfig = field(default_factory=CustomFunctionConfig)
     reward_manager: RewardManagerConfig = field(default_factory=RewardManagerConfig)

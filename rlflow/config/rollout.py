@@ -51,6 +51,7 @@ class RolloutConfig(BaseConfig):
     repetition_penalty: float = 1.0
     n: int = 1
     seed: int = 42
+    full_determinism: bool = False
     prompt_length: int = 512
     response_length: int = 512
     dtype: str = "bfloat16"

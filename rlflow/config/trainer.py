@@ -34,17 +34,31 @@ class V1Config(BaseConfig):
 
 
 @dataclass
+class TraceConfig(BaseConfig):
+    """Token-level records of trajectories in the run folder; `trajectories_per_step` null = all, 0 = none."""
+
+    trajectories_per_step: int | None = 64
+
+
+@dataclass
 class TrainerConfig(BaseConfig):
-    """Steps, devices, records. `stall_timeout_s`: seconds `sample` waits without any progress before the run ends."""
+    """Steps, devices, records.
+
+    `stall_timeout_s`: seconds `sample` waits without any progress before the run ends. `call_timeout_s`: seconds one
+    call of a worker group may take on all ranks.
+    """
 
     total_epochs: int = 30
     total_training_steps: int | None = None
     project_name: str = "rlflow_examples"
     experiment_name: str = "gsm8k"
     logger: Any = field(default_factory=lambda: ["console", "wandb"])
+    wandb_proxy: str | None = None
     log_val_generations: int = 0
     rollout_data_dir: str | None = None
     validation_data_dir: str | None = None
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    plots: bool = True
     nnodes: int = 1
     n_gpus_per_node: int = 8
     device: str = "cuda"
@@ -57,6 +71,9 @@ class TrainerConfig(BaseConfig):
     resume_from_path: str | None = None
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     max_actor_ckpt_to_keep: int | None = None
+    best_metric: str | None = None
+    best_mode: str = "max"
     stall_timeout_s: float = 600.0
+    call_timeout_s: float = 3600.0
     use_v1: bool = True
     v1: V1Config = field(default_factory=V1Config)

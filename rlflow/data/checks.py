@@ -29,6 +29,15 @@ _COLUMN_TYPES: dict[str, type] = {
     "extra_info": dict,
 }
 _WORDS: dict[type, str] = {str: "a string", dict: "an object"}
+# Names that rlflow puts beside a row's columns; a column of that name would contradict it.
+_RESERVED = {
+    "global_steps": "the step that submits a batch",
+    "validate": "whether a batch is of a validation",
+    "sampling_params": "an argument of an agent loop's run()",
+    "self": "an argument of an agent loop's run()",
+}
+# Columns that are replaced by rlflow's own.
+_REPLACED = ("uid", "epoch", "row", "session_id", "raw_prompt", "tools_kwargs", "interaction_kwargs", "dummy_tensor")
 
 
 def check_rows(table: RowTable, *, prompt_key: str, media_keys: tuple[str, ...] = (), key: str = "data files") -> None:
@@ -44,6 +53,7 @@ def check_rows(table: RowTable, *, prompt_key: str, media_keys: tuple[str, ...] 
         raise DataError(
             f"{key}: no column {prompt_key!r} (data.prompt_key); the files have {', '.join(table.column_names)}"
         )
+    _check_column_names(table, prompt_key, key)
     bad: list[str] = []
     seen: dict[bytes, int] = {}
     duplicates: list[tuple[int, int]] = []
@@ -68,6 +78,19 @@ def check_rows(table: RowTable, *, prompt_key: str, media_keys: tuple[str, ...] 
             "%s: %d of %d prompts repeat an earlier one (for instance %s repeats %s)",
             key, len(duplicates), len(table), table.locate(again), table.locate(first),
         )  # fmt: skip
+
+
+def _check_column_names(table: RowTable, prompt_key: str, key: str) -> None:
+    reserved = [f"{name!r} ({_RESERVED[name]})" for name in table.column_names if name in _RESERVED]
+    if reserved:
+        renamed = ", ".join(f"{name!r}: '{name}_'" for name in table.column_names if name in _RESERVED)
+        raise DataError(
+            f"{key}: rlflow itself uses the name of the column {', '.join(reserved)} ({table.locate(0)}).\n"
+            f"    try:    rename it, for instance pandas' df.rename(columns={{{renamed}}})"
+        )
+    replaced = [name for name in table.column_names if name in _REPLACED and name != prompt_key]
+    if replaced:
+        logger.warning("%s: the columns %s are replaced by rlflow's own of that name", key, ", ".join(replaced))
 
 
 def row_problem(row: Row, prompt_key: str, media_keys: tuple[str, ...] = ()) -> str | None:

@@ -34,6 +34,12 @@ class EventFeed:
                 self._dropped += excess
             self._changed.notify_all()
 
+    @property
+    def published(self) -> int:
+        """Number of the last event."""
+        with self._changed:
+            return self._last()
+
     def close(self) -> None:
         """No more events: wake the readers for good."""
         with self._changed:

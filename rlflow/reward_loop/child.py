@@ -6,7 +6,8 @@ signal handler or thread of the process gets a turn.
 Invariants
     - A call is answered by a score or by a reason; the process ends only when told to (end of its stdin), when killed,
       or when the scorer ends it.
-    - The pipes belong to the protocol alone: a scorer's `print` goes to stderr, its `input()` sees the end of a file.
+    - The pipes of the protocol belong to it alone: a scorer's `print` goes to stderr, which the worker reads as its
+      output; its `input()` sees the end of a file.
     - Nothing outlives the worker: a forked guard waits for the worker's end of stdin to close, then kills the whole
       process group, that is this process and whatever a scorer started. (Not reached: a scorer's own daemons that
       leave the group by `setsid`.)
@@ -55,7 +56,11 @@ class Channel:
         """Fork the process that ends the group when the worker is gone."""
         if os.fork():
             return
-        os.close(self._out)  # else the worker would not see the end of a crashed scorer's pipe
+        # Else the worker would not see the ends of a crashed scorer's pipes.
+        os.close(self._out)
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
         poll = select.poll()
         poll.register(self._in, 0)  # no events asked for: poll then returns for a hang-up only
         poll.poll()

@@ -6,7 +6,6 @@ import logging
 import uuid
 from typing import Any
 
-from rlflow.reward_loop.process import START_TIMEOUT_S
 from rlflow.reward_loop.scorer import scorer_spec
 from rlflow.reward_loop.worker import RewardLoopWorker
 from rlflow.utils.errors import ConfigError
@@ -18,6 +17,8 @@ logger = logging.getLogger(__name__)
 MAX_RESTARTS = 3
 MAX_CONCURRENT_CALLS = 10_000
 STATUS_TIMEOUT_S = 10.0
+# Of the worker processes themselves, on a busy machine; importing the function has reward.load_timeout_s.
+START_TIMEOUT_S = 180.0
 
 
 class RewardLoopManager:
@@ -25,7 +26,8 @@ class RewardLoopManager:
 
     Args:
         config: the whole resolved config. Read here: `reward.num_workers`, `reward.timeout_s`,
-            `reward.processes_per_worker`, `reward.custom_reward_function`, `reward.reward_manager`.
+            `reward.load_timeout_s`, `reward.processes_per_worker`, `reward.custom_reward_function`,
+            `reward.reward_manager`.
         rm_resource_pool: GPUs of a reward model; rule rewards need none.
 
     Raises:
@@ -48,7 +50,14 @@ class RewardLoopManager:
         timeout_s = float(OmegaConf.select(config, "reward.timeout_s", default=defaults.timeout_s))
         n_workers = int(OmegaConf.select(config, "reward.num_workers", default=defaults.num_workers))
         processes = int(OmegaConf.select(config, "reward.processes_per_worker", default=2))
-        for key, value in (("timeout_s", timeout_s), ("num_workers", n_workers), ("processes_per_worker", processes)):
+        load_s = float(OmegaConf.select(config, "reward.load_timeout_s", default=defaults.load_timeout_s))
+        numbers = {
+            "timeout_s": timeout_s,
+            "load_timeout_s": load_s,
+            "num_workers": n_workers,
+            "processes_per_worker": processes,
+        }
+        for key, value in numbers.items():
             if value <= 0:
                 raise ConfigError(f"reward.{key}={value} cannot work; it must be positive")
         spec = scorer_spec(config)
@@ -68,7 +77,7 @@ class RewardLoopManager:
             problems = ray_get(
                 [handle.start.remote() for handle in self._workers],
                 what=f"{n_workers} reward workers to load {spec.label}",
-                timeout_s=START_TIMEOUT_S + 120.0,
+                timeout_s=START_TIMEOUT_S + load_s,
             )
             if any(problems):
                 raise ConfigError(next(problem for problem in problems if problem))

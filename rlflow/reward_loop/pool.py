@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from rlflow.reward_loop.process import ScorerLostError, ScorerProcess
+from rlflow.reward_loop.process import LOAD_TIMEOUT_S, ScorerLostError, ScorerProcess
 from rlflow.reward_loop.result import InvalidRewardError
 from rlflow.reward_loop.scorer import ScorerSpec
 from rlflow.utils.errors import ConfigError
@@ -65,11 +65,15 @@ class ScorerPool:
         spec: the function.
         timeout_s: seconds one call may take.
         size: processes; a call that hangs holds one of them until its deadline.
+        load_timeout_s: seconds a process may take to import the function's module.
     """
 
-    def __init__(self, spec: ScorerSpec, timeout_s: float, size: int = 2) -> None:
+    def __init__(
+        self, spec: ScorerSpec, timeout_s: float, size: int = 2, load_timeout_s: float = LOAD_TIMEOUT_S
+    ) -> None:
         self.spec = spec
         self.timeout_s = timeout_s
+        self.load_timeout_s = load_timeout_s
         self._size = size
         self._processes: list[ScorerProcess | None] = [None] * size
         self._locks = [asyncio.Lock() for _ in range(size)]
@@ -157,6 +161,6 @@ class ScorerPool:
     async def _spawn(self) -> ScorerProcess:
         if self._closed:
             raise InvalidRewardError("the reward worker is shutting down")
-        process = await ScorerProcess.spawn(self.spec)
+        process = await ScorerProcess.spawn(self.spec, self.load_timeout_s)
         self._living.add(process)
         return process

@@ -17,19 +17,23 @@ import os
 import pickle
 import signal
 import sys
+import textwrap
 from typing import Any
 
 from rlflow.reward_loop.frames import HEADER_BYTES, MAX_REPLY_BYTES, frame
+from rlflow.reward_loop.output import ScorerOutput
 from rlflow.reward_loop.result import InvalidRewardError
 from rlflow.reward_loop.scorer import ScorerSpec
 from rlflow.utils.errors import ConfigError, RlflowError
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 120.0
+LOAD_TIMEOUT_S = 60.0
 # A coroutine scorer is cancelled inside its process at the deadline; only one that blocks its loop needs this long.
 ASYNC_GRACE_S = 1.0
 EXIT_TIMEOUT_S = 1.0
+# What a process wrote just before its end is read this long.
+LAST_WORDS_S = 0.3
 
 
 class ScorerLostError(RlflowError):
@@ -45,14 +49,16 @@ class ScorerProcess:
         self._ids = itertools.count()
         self._reader: asyncio.Task[None] | None = None
         self._lost: str | None = None
+        self._output = ScorerOutput(f"scorer {process.pid}")
+        self._output_reader = asyncio.create_task(self._read_output())
         self.concurrent = False
 
     @classmethod
-    async def spawn(cls, spec: ScorerSpec) -> ScorerProcess:
+    async def spawn(cls, spec: ScorerSpec, load_timeout_s: float = LOAD_TIMEOUT_S) -> ScorerProcess:
         """Start a process and let it load the function.
 
         Raises:
-            ConfigError: the function cannot be loaded, or not within `START_TIMEOUT_S`.
+            ConfigError: the function cannot be loaded, or not within `load_timeout_s`.
         """
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -62,22 +68,24 @@ class ScorerProcess:
             "rlflow.reward_loop.child",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
             env=env,
             start_new_session=True,
         )
         child = cls(process)
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(load_timeout_s):
                 child._send(spec)
                 hello = await child._read()
         except TimeoutError as error:
             await child.kill("it did not start")
             raise ConfigError(
-                f"loading {spec.label} took over {START_TIMEOUT_S:.0f} s; what does it import?"
+                f"importing {spec.label} took over {load_timeout_s:g} s (reward.load_timeout_s). Work at the top of "
+                f"the file runs in every scorer process: move it into a function, or raise the limit.{child._said()}"
             ) from error
         except (EOFError, OSError) as error:
             reason = await child._end()
-            raise ConfigError(f"the process that loads {spec.label} {reason}; see the reward worker's log") from error
+            raise ConfigError(f"the process that imports {spec.label} {reason}{child._said()}") from error
         except BaseException:
             await child.kill("its start was cancelled")
             raise
@@ -151,6 +159,23 @@ class ScorerProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXIT_TIMEOUT_S):
                 await self._process.wait()
+        await self._end_output()
+
+    async def _read_output(self) -> None:
+        stream = self._process.stderr
+        assert stream is not None
+        while data := await stream.read(1 << 16):
+            self._output.feed(data)
+
+    async def _end_output(self) -> None:
+        """Take in what the process wrote last; one that left its group may hold the pipe for ever."""
+        await asyncio.wait({self._output_reader}, timeout=LAST_WORDS_S)
+        self._output_reader.cancel()
+        self._output.close()
+
+    def _said(self) -> str:
+        tail = self._output.tail()
+        return f"\n    its last output:\n{textwrap.indent(tail, '    | ')}" if tail else ""
 
     def _send(self, message: Any) -> None:
         self._process.stdin.write(frame(pickle.dumps(message)))  # type: ignore[union-attr]
@@ -176,6 +201,8 @@ class ScorerProcess:
                     future.set_result(reply)
         except (EOFError, OSError):
             reason = await self._end()
+            last = self._output.tail().rpartition("\n")[2]
+            reason += f"; it last wrote: {last}" if last else ""
         except (ValueError, TypeError, RecursionError) as error:
             reason = f"sent no valid reply: {error}"
         self._lose(f"the scorer process {reason}", by_a_call=True)
@@ -192,12 +219,12 @@ class ScorerProcess:
 
     async def _end(self) -> str:
         """How the process ended, after its pipe did; it is killed when it lingers."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXIT_TIMEOUT_S):
-                code = await self._process.wait()
-        except TimeoutError:
-            code = None
+                await self._process.wait()
+        code = self._process.returncode  # known even while a child of the scorer still holds its stderr
         self._kill_group()
+        await self._end_output()
         if code is None:
             return "closed its pipe"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

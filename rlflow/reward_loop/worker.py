@@ -16,10 +16,13 @@ from time import monotonic
 from typing import Any
 
 from rlflow.reward_loop.pool import QueueClock, ScorerPool, queue_clock
+from rlflow.reward_loop.process import LOAD_TIMEOUT_S
 from rlflow.reward_loop.result import Invalid, InvalidRewardError, RewardInput, RewardResult, one_line, to_score
 from rlflow.reward_loop.reward_manager import RewardManagerBase, resolve_reward_manager_cls
 from rlflow.reward_loop.scorer import ScorerSpec
 from rlflow.utils.errors import ConfigError
+from rlflow.utils.import_utils import import_external_libs
+from rlflow.utils.redact import protect_process, redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +65,14 @@ class RewardLoopWorker:
     """
 
     def __init__(self, config: Any, spec: ScorerSpec, timeout_s: float, processes: int) -> None:
+        from omegaconf import OmegaConf
+
+        protect_process(config)
         self._config = config
         self._spec = spec
         self._timeout_s = timeout_s
         self._n_processes = processes
+        self._load_timeout_s = float(OmegaConf.select(config, "reward.load_timeout_s", default=LOAD_TIMEOUT_S))
         self._pool: ScorerPool | None = None
         self._manager: RewardManagerBase | None = None
         self._start_lock = asyncio.Lock()
@@ -89,6 +96,7 @@ class RewardLoopWorker:
         finally:
             self._active -= 1
         if isinstance(result, Invalid):
+            result = Invalid(redact_text(result.reason))  # it goes to logs, tags, dumps and the journal
             self._report(result.reason, data)
         else:
             self._scored += 1
@@ -112,15 +120,19 @@ class RewardLoopWorker:
         async with self._start_lock:  # also a worker that Ray restarted gets here without `start`
             if self._manager is None:
                 if self._pool is None:
-                    self._pool = ScorerPool(self._spec, self._timeout_s, self._n_processes)
+                    self._pool = ScorerPool(self._spec, self._timeout_s, self._n_processes, self._load_timeout_s)
                 await self._pool.start()
                 self._manager = self._make_manager(self._pool)
             return self._manager
 
     def _make_manager(self, pool: ScorerPool) -> RewardManagerBase:
+        from omegaconf import OmegaConf
+
         async def compute_score(**keywords: Any) -> float | dict[str, Any]:
             return await pool.call(**keywords)
 
+        # A user's module may register the manager.
+        import_external_libs(OmegaConf.select(self._config, "actor_rollout_ref.model.external_lib"))
         return resolve_reward_manager_cls(self._config)(
             config=self._config,
             tokenizer=LazyTokenizer(self._config),

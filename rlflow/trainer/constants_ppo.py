@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from rlflow.utils.determinism import DETERMINISM_ENV, determinism_environment
 from rlflow.utils.device import thread_environment
 
 # Ray chooses the thread count of a process, unless its group does.
@@ -20,11 +21,19 @@ PPO_RAY_RUNTIME_ENV: dict[str, Any] = {
         "KMP_BLOCKTIME": "0",
     }
 }
+_DETERMINED = (DETERMINISM_ENV, "VLLM_BATCH_INVARIANT", "PYTHONHASHSEED")
 FORWARDED = ("PYTHONPATH", "PYTHONHASHSEED", "RLFLOW_LOGGING_LEVEL", "VERL_LOGGING_LEVEL", "HF_HUB_OFFLINE")
 
 
 def get_ppo_ray_runtime_env(config: Any = None) -> dict[str, Any]:
-    """The runtime environment for `ray.init`; a variable the user has set is left alone (workers inherit it)."""
+    """The runtime environment for `ray.init`; a variable the user has set is left alone (workers inherit it).
+
+    Only the variables that make a deterministic run one (`_DETERMINED`) follow the configuration whatever is set.
+    """
     env_vars = {name: value for name, value in PPO_RAY_RUNTIME_ENV["env_vars"].items() if name not in os.environ}
     env_vars |= {name: os.environ[name] for name in FORWARDED if name in os.environ}
+    rollout = None if config is None else config.actor_rollout_ref.rollout
+    if rollout is not None and rollout.full_determinism:
+        ours = determinism_environment(int(rollout.seed))
+        env_vars |= {name: value for name, value in ours.items() if name in _DETERMINED or name not in os.environ}
     return {"env_vars": env_vars}

@@ -1,44 +1,65 @@
 """The main job: `python -m rlflow.trainer.main_ppo key=value ...`.
 
 Order: unknown keys -> composition -> fit to the machine -> checks -> Ray -> `TaskRunner`. Whatever is wrong with the
-configuration is said before Ray starts, all of it at once.
+configuration is said before Ray starts, all of it at once. However it ends, no process of the run stays behind; a
+signal ends it within seconds (see `rlflow.trainer.interrupt`).
 """
 
 from __future__ import annotations
 
 import logging
-import signal
+import os
 import sys
 from typing import Any
 
-from rlflow.utils.errors import ConfigError, DataError, RlflowError
+from rlflow.trainer.follow import follow
+from rlflow.trainer.interrupt import Interrupted, SignalGuard, guarded
+from rlflow.utils.errors import ConfigError, DataError, DeadlineError, RlflowError
+from rlflow.utils.processes import MARK_ENV
+from rlflow.utils.ray_utils import cluster_to_join, ray_get
+from rlflow.utils.redact import protect_process, redact_text
 
 logger = logging.getLogger(__name__)
 
-POLL_DEADLINE_S = 20.0
+# For the trackers and the journal of a run that is being interrupted; a part of interrupt.END_WITHIN_S.
+STOP_DEADLINE_S = 3.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line. Returns the exit code: 0 done, 1 the run failed, 2 the configuration cannot work."""
+    """Command line.
+
+    Returns the exit code: 0 done, 1 the run failed, 2 the configuration cannot work, 128 + n ended by signal n.
+    """
+    try:
+        with guarded(exits=True) as guard:
+            try:
+                return _main(sys.argv[1:] if argv is None else argv)
+            except (KeyboardInterrupt, SystemExit):
+                if guard is not None:
+                    guard.check()  # Ray raises the first for what our handler raised, and its own handler the second
+                raise
+    except Interrupted as interrupted:
+        _say(f"ended by {interrupted}")
+        return interrupted.exit_code
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+
+
+def _main(overrides: list[str]) -> int:
     from rlflow.trainer.task_runner import configure_logging
 
     configure_logging()
-    overrides = sys.argv[1:] if argv is None else argv
     try:
         config = prepare_config(overrides)
     except (ConfigError, DataError) as error:
-        _say(f"error: {error}")
+        _say(f"error: {redact_text(str(error))}")
         return 2
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return 130
+    protect_process(config)
     try:
         run_ppo(config)
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return 130
     except RlflowError as error:
-        _say(f"error: {error}")
+        _say(f"error: {redact_text(str(error))}")
         return 1
     return 0
 
@@ -50,14 +71,16 @@ def prepare_config(overrides: list[str]) -> Any:
     from rlflow.config.checks import validate_config
     from rlflow.config.machine import clamp_to_machine
     from rlflow.config.overrides import compose_config
+    from rlflow.config.trackers import fit_default_trackers
+    from rlflow.trainer.name_checks import check_user_names
     from rlflow.utils.device import auto_set_device, cpu_cores
 
     config = compose_config(overrides)
     auto_set_device(config)
-    clamped = clamp_to_machine(config, cpu_cores())
-    if clamped:
-        _say(f"notice: {clamped}")
-    for notice in validate_config(config):
+    for change in (clamp_to_machine(config, cpu_cores()), fit_default_trackers(config, overrides)):
+        if change:
+            _say(f"notice: {change}")
+    for notice in validate_config(config, check_user_names):
         _say(f"notice: {notice}")
     return config
 
@@ -86,25 +109,50 @@ def run_ppo(config: Any, task_runner_class: Any = None) -> Any:
     """
     import ray
 
-    started_here = not ray.is_initialized()
-    if started_here:
-        _init_ray(config)
-    previous = _raise_on_sigterm()
-    runner = None
+    from rlflow.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    with guarded() as guard:
+        started_here = not ray.is_initialized()
+        runner = None
+        try:
+            if started_here:
+                _init_ray(config, guard)
+            runner_class = task_runner_class or default_task_runner_class()
+            if config.actor_rollout_ref.rollout.full_determinism and not started_here:
+                # The Ray that is there has not our environment; what the runner starts inherits the runner's.
+                runner_class = runner_class.options(runtime_env=get_ppo_ray_runtime_env(config))
+            runner = runner_class.remote()
+            result = follow(runner, runner.run.remote(config), guard, float(config.trainer.stall_timeout_s))
+            if config.ray_kwargs.get("timeline_json_file"):
+                ray.timeline(filename=config.ray_kwargs.timeline_json_file)
+            return result
+        except KeyboardInterrupt as interrupt:
+            # Ray turns what a signal handler raises into a KeyboardInterrupt of its own.
+            reason = Interrupted(guard.received) if guard is not None and guard.received else interrupt
+            _stop(runner, reason)
+            raise reason from None
+        finally:
+            try:
+                if runner is not None:
+                    ray.kill(runner)
+            finally:
+                if started_here:
+                    ray.shutdown()
+
+
+def _stop(runner: Any, interrupt: KeyboardInterrupt) -> None:
+    """Let the runner finish its trackers and its journal, if it can do so at once."""
+    import ray
+    from ray.exceptions import RayError
+
+    if not hasattr(runner, "stop") or not ray.is_initialized():
+        return
+    exit_code = interrupt.exit_code if isinstance(interrupt, Interrupted) else 130
+    reason = f"ended by {interrupt}" if isinstance(interrupt, Interrupted) else "interrupted"
     try:
-        runner_class = task_runner_class or default_task_runner_class()
-        runner = runner_class.remote()
-        result = _wait(runner, runner.run.remote(config))
-        if config.ray_kwargs.get("timeline_json_file"):
-            ray.timeline(filename=config.ray_kwargs.timeline_json_file)
-        return result
-    finally:
-        if runner is not None:
-            ray.kill(runner)
-        if started_here:
-            ray.shutdown()
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+        ray_get(runner.stop.remote(reason, exit_code), what="the run's records to be closed", timeout_s=STOP_DEADLINE_S)
+    except (RayError, DeadlineError) as error:
+        logger.warning("trackers and journal may lack their last lines: %s", str(error).splitlines()[0])
 
 
 def default_task_runner_class() -> Any:
@@ -117,9 +165,7 @@ def default_task_runner_class() -> Any:
     return actor(num_cpus=0, max_concurrency=4)(TaskRunner)
 
 
-def _init_ray(config: Any) -> None:
-    import os
-
+def _init_ray(config: Any, guard: SignalGuard | None) -> None:
     import ray
     from omegaconf import OmegaConf
 
@@ -130,61 +176,16 @@ def _init_ray(config: Any) -> None:
     kwargs: Any = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     ours, users = get_ppo_ray_runtime_env(config), kwargs.pop("runtime_env", None) or {}
     env_vars = {**ours["env_vars"], **(users.get("env_vars") or {})}
-    kwargs.setdefault("include_dashboard", False)
+    if MARK_ENV in os.environ:
+        env_vars[MARK_ENV] = os.environ[MARK_ENV]  # also where Ray was running before and starts the workers
+    kwargs["address"] = cluster_to_join(kwargs.get("address"))
+    if kwargs["address"] != "local":
+        kwargs.pop("num_cpus", None)  # the cluster has what it was started with
+    else:
+        kwargs.setdefault("include_dashboard", False)
     ray.init(runtime_env={**users, "env_vars": env_vars}, **kwargs)
-
-
-def _wait(runner: Any, result: Any) -> Any:
-    """Show events until the run ends. The run's own stages have deadlines; this wait ends with them or with the
-    actor.
-    """
-    import ray
-    from ray.exceptions import RayActorError, RayTaskError
-
-    from rlflow.observe.live import LiveTable
-
-    table = LiveTable()
-    last = 0
-    has_events = hasattr(runner, "events")
-    try:
-        while has_events:
-            poll = runner.events.remote(last, POLL_DEADLINE_S / 2)
-            done, _ = ray.wait([poll, result], num_returns=1, timeout=POLL_DEADLINE_S)
-            if poll in done:
-                last, events = ray.get(poll, timeout=POLL_DEADLINE_S)
-                for event in events:
-                    table.show(event)
-            if result in ray.wait([result], timeout=0)[0]:
-                break
-        while not ray.wait([result], timeout=POLL_DEADLINE_S)[0]:
-            pass  # a runner without events; its stages hold the deadlines, and its death ends this wait
-        value = ray.get(result, timeout=POLL_DEADLINE_S)
-        _, events = ray.get(runner.events.remote(last, 0), timeout=POLL_DEADLINE_S) if has_events else (0, [])
-        for event in events:
-            table.show(event)
-        return value
-    except RayTaskError as error:
-        cause = error.cause if isinstance(getattr(error, "cause", None), RlflowError) else None
-        if cause is not None:
-            raise type(cause)(str(cause)) from error
-        raise RlflowError(f"the run failed:\n{error}") from error
-    except RayActorError as error:
-        raise RlflowError(f"the controller process died: {error}") from error
-    finally:
-        table.close()
-
-
-def _raise_on_sigterm() -> Any:
-    """SIGTERM ends the run as Ctrl-C does: with clean-up. Only the main thread may install this."""
-    import threading
-
-    if threading.current_thread() is not threading.main_thread():
-        return None
-
-    def interrupt(signum: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    return signal.signal(signal.SIGTERM, interrupt)
+    if guard is not None:
+        guard.ray_started()
 
 
 def _say(text: str) -> None:
@@ -193,7 +194,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:  # before `main` could take care of it
-        sys.exit(130)
+    sys.exit(main())

@@ -21,7 +21,7 @@ from rlflow.transfer_queue.client import TransferQueueClient
 from rlflow.transfer_queue.controller import CONTROLLER_NAME, TransferQueueController
 from rlflow.transfer_queue.errors import QueueArgumentError, QueueNotInitializedError, QueueUnavailableError
 from rlflow.transfer_queue.ports import LocalPort, Port, RayPort
-from rlflow.transfer_queue.settings import DEFAULTS, merge_config, place_units
+from rlflow.transfer_queue.settings import default_namespace, merge_config, place_units
 from rlflow.transfer_queue.storage import storage_backend
 from rlflow.utils.errors import DeadlineError
 from rlflow.utils.ray_utils import ray_get
@@ -125,7 +125,7 @@ def _living() -> _Connection | None:
 
 
 def attached_client() -> TransferQueueClient:
-    """The client in use, or a new one of the running table in the default namespace.
+    """The client in use, or a new one of the running table in this process's default namespace.
 
     Raises:
         QueueNotInitializedError: (an AssertionError) no table is running.
@@ -134,10 +134,10 @@ def attached_client() -> TransferQueueClient:
     if client is not None:
         return client
     with _lock:
-        client = current_client() or _attach(DEFAULTS["namespace"], strict=True)
+        client = current_client() or _attach(default_namespace(), strict=True)
     if client is None:
         raise QueueNotInitializedError(
-            f"no table is running: there is no actor {CONTROLLER_NAME!r} in Ray namespace {DEFAULTS['namespace']!r}. "
+            f"no table is running: there is no actor {CONTROLLER_NAME!r} in Ray namespace {default_namespace()!r}. "
             "Call rlflow.transfer_queue.init() in the process that owns the run; with a namespace of its own, every "
             "process must call init with it"
         )

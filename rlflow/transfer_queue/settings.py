@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,15 @@ DEFAULTS: dict[str, Any] = {
         },
     },
 }
+
+# Namespace of the table that a process attaches to when it is not told one; for worker processes of a run.
+NAMESPACE_ENV = "RLFLOW_TRANSFER_QUEUE_NAMESPACE"
+
+
+def default_namespace() -> str:
+    """Where this process looks for its run's table."""
+    return os.environ.get(NAMESPACE_ENV) or str(DEFAULTS["namespace"])
+
 
 _SAMPLERS = (
     "SequentialSampler",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import platform
 import resource
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ from rlflow.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# Seconds a collective may take; a worker group sets it for its processes.
+COLLECTIVE_TIMEOUT_ENV = "RLFLOW_COLLECTIVE_TIMEOUT_S"
 DEVICE_ENV = "RLFLOW_DEVICE"
 
 
@@ -319,6 +322,16 @@ def auto_set_device(config: Any) -> None:
         return
     logger.warning("trainer.device=%s is not on this machine, using %s", wanted, here)
     trainer.device = here  # type: ignore[union-attr]
+
+
+def cpu_has_slow_bf16() -> bool:
+    """Whether bf16 matrix products of this CPU are slower than fp32 ones: x86 without AMX."""
+    if platform.machine() != "x86_64":
+        return False
+    try:
+        return "amx_bf16" not in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 def cpu_cores() -> int:

@@ -87,3 +87,42 @@ def auto_await(function: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..
         return run_coroutine(coroutine)
 
     return wrapper
+
+
+def cluster_to_join(address: str | None = None, connect_timeout_s: float = 3.0) -> str:
+    """Which Ray cluster a run joins: the named one, the one that `ray start` left on this machine, or "local" for a new
+    one.
+
+    `ray start` leaves its address in a file that outlives the cluster; Ray would try the dead address for minutes.
+
+    Args:
+        address: `ray_kwargs.ray_init.address`; None or "auto" where the user named none.
+        connect_timeout_s: seconds until a cluster that does not answer counts as dead.
+
+    Raises:
+        RlflowError: a cluster that was asked for (`address`, RAY_ADDRESS) does not answer.
+    """
+    import os
+    import socket
+
+    from ray._private.utils import read_ray_address
+
+    named = address if address and address != "auto" else os.environ.get("RAY_ADDRESS")
+    if named and (named == "local" or "://" in named):
+        return named
+    found = named if named and named != "auto" else read_ray_address()
+    if not found:
+        if address == "auto" or named == "auto":
+            raise RlflowError("ray_init.address=auto, but no Ray cluster runs here. Start one with `ray start --head`.")
+        return "local"
+    host, _, port = found.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=connect_timeout_s):
+            return found
+    except (OSError, ValueError) as error:
+        if named or address == "auto":
+            raise RlflowError(
+                f"the Ray cluster at {found} does not answer: {error}. Check ray_kwargs.ray_init.address and "
+                "RAY_ADDRESS, or leave both out to start Ray on this machine."
+            ) from error
+        return "local"

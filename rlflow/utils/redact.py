@@ -37,16 +37,17 @@ _MODEL_TOKENS = frozenset("bos eos pad unk sep cls mask stop special image video
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 _SUSPECT = re.compile(r"[=:]|sk-|hf_|gh[a-z]_|github_pat_|AKIA|xox|eyJ|earer ")
-_URL_USER = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.\-]*://)[^\s/@'\"]+@")
-_ASSIGNED = re.compile(
-    r"(?P<quote>[\"']?)(?P<key>[A-Za-z_][\w.\-]*)(?P<between>(?P=quote)\s*(?P<sign>[=:])\s*)"
-    r"(?P<value>\"[^\"]*\"|'[^']*'|[^\s\"',;&(){}\[\]<>]+)"
+# All patterns are linear in the text: it may come from a model, and be long.
+_URL_USER = re.compile(r"(?<=://)[^\s/@'\"]+(?=@)")
+_NAME = re.compile(
+    r"(?<![\w.\-])(?P<key>[A-Za-z_][\w.\-]{0,99})(?P<quote>[\"']?)\s{0,4}(?P<sign>[=:])\s{0,4}(?=[^\s,;&(){}\[\]<>])"
 )
+_VALUE = re.compile(r"(?P<open>[\"']?)(?P<text>(?<=\")[^\"]*|(?<=')[^']*|[^\s\"',;&(){}\[\]<>]+)")
 _SHAPES = re.compile(
     r"\b(?:sk-[A-Za-z0-9_\-]{16,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}"
-    r"|xox[abprs]-[A-Za-z0-9\-]{10,}|eyJ[\w\-]{10,}\.[\w\-]{10,}\.[\w\-]*)|(?<=[Bb]earer )[\w\-.~+/=]{8,}"
+    r"|xox[abprs]-[A-Za-z0-9\-]{10,}|eyJ[\w\-]{10,999}\.[\w\-]{10,999}\.[\w\-]*)|(?<=[Bb]earer )[\w\-.~+/=]{8,}"
 )
-_PLAIN_VALUE = re.compile(r"[\"']?(?:-?[\d.]+|null|None|true|false|True|False|\*+|)[\"']?")
+_PLAIN_VALUE = re.compile(r"-?[\d.]+|null|None|true|false|True|False|\*+|")
 
 _remembered: set[str] = set()
 _pattern: re.Pattern[str] | None = None
@@ -76,9 +77,9 @@ def redact_text(text: str) -> str:
         text = _pattern.sub(HIDDEN, text)
     if not _SUSPECT.search(text):
         return text
-    text = _URL_USER.sub(rf"\g<scheme>{HIDDEN}@", text)
+    text = _URL_USER.sub(HIDDEN, text)
     text = _SHAPES.sub(HIDDEN, text)
-    return _ASSIGNED.sub(_hide_assigned, text)
+    return _hide_assigned(text)
 
 
 def remember_secrets(container: Any = None, environment: Mapping[str, str] | None = None) -> None:
@@ -96,6 +97,17 @@ def remember_secrets(container: Any = None, environment: Mapping[str, str] | Non
     if _remembered:
         # Longest first: one secret may begin with another.
         _pattern = re.compile("|".join(map(re.escape, sorted(_remembered, key=len, reverse=True))))
+
+
+def protect_process(config: Any = None) -> None:
+    """Keep the secrets of a configuration (a `DictConfig` or plain containers) out of this process's log lines."""
+    from omegaconf import OmegaConf
+
+    remember_secrets(OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config)
+    # Without handlers of its own the root logger uses the one of last resort.
+    for handler in [*logging.getLogger().handlers, logging.lastResort]:
+        if handler is not None and not any(isinstance(known, RedactingFilter) for known in handler.filters):
+            handler.addFilter(RedactingFilter())
 
 
 class RedactingFilter(logging.Filter):
@@ -142,11 +154,23 @@ def _secret_texts(value: Any, secret: bool) -> Iterator[str]:
             yield from _secret_texts(item, secret)
 
 
-def _hide_assigned(match: re.Match[str]) -> str:
-    key, value = match["key"], match["value"]
-    if not is_secret_key(key) or _PLAIN_VALUE.fullmatch(value):
-        return match[0]
-    if match["sign"] == ":" and not match["quote"] and key.lower() == "token":
-        return match[0]  # prose: "unexpected token: <"
-    quote = value[0] if value[0] in "\"'" else ""
-    return f"{match['quote']}{key}{match['between']}{quote}{HIDDEN}{quote}"
+def _hide_assigned(text: str) -> str:
+    parts = []
+    done = 0
+    while name := _NAME.search(text, done):
+        # What stands behind `error:` may be an assignment itself, so a value that is no secret is looked at again.
+        end = name.end()
+        value = _VALUE.match(text, end) if _names_secret(name) else None
+        if value is None or _PLAIN_VALUE.fullmatch(value["text"]):
+            parts.append(text[done:end])
+        else:
+            parts.append(f"{text[done : value.start('text')]}{HIDDEN}")
+            end = value.end()
+        done = end
+    return "".join([*parts, text[done:]])
+
+
+def _names_secret(name: re.Match[str]) -> bool:
+    # Prose: "unexpected token: <".
+    prose = name["sign"] == ":" and not name["quote"] and name["key"].lower() == "token"
+    return is_secret_key(name["key"]) and not prose

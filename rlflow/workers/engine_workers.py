@@ -1,6 +1,7 @@
 """The RPC surface of training: what a controller may call on a group of worker processes.
 
-    TrainingWorker            one model: a policy, later a critic (in `training_worker.py`)
+    TrainingWorker            one model (in `training_worker.py`)
+    CriticWorker              the value model, a `TrainingWorker` (in `critic_worker.py`)
     ActorRolloutRefWorker     the policy, its frozen reference and the sender of its weights, in one process
 
 Invariants

@@ -18,8 +18,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlflow.trainer.ppo.core_algos import get_policy_loss_fn
-from rlflow.trainer.ppo.core_algos.aggregate import agg_loss
+from rlflow.trainer.ppo.core_algos import compute_value_loss, get_policy_loss_fn
+from rlflow.trainer.ppo.core_algos.aggregate import agg_loss, masked_mean
 from rlflow.trainer.ppo.core_algos.kl import kl_penalty
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ContractError
@@ -64,12 +64,7 @@ def ppo_loss(
     lengths = tu.nested_lengths(model_output["log_probs"])
     log_prob = tu.nested_to_padded(model_output["log_probs"])
     mask = response_field(data, "response_mask", lengths).to(log_prob.device).bool()
-    counts = {
-        "dp_size": tu.get(data, "dp_size", 1),
-        "batch_num_tokens": tu.get(data, "batch_num_tokens"),
-        "global_batch_size": tu.get(data, "global_batch_size"),
-        "loss_scale_factor": config.get("loss_scale_factor"),
-    }
+    counts = _counts(config, data)
     weights = None
     if "rollout_is_weights" in data.keys():
         weights = response_field(data, "rollout_is_weights", lengths)
@@ -101,6 +96,52 @@ def ppo_loss(
         metrics["kl_coef"] = Metric(AggregationType.MEAN, config.kl_loss_coef)
         loss = loss + config.kl_loss_coef * kl_loss
     return loss, metrics
+
+
+def value_loss(
+    config: Any, model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Clipped squared error of the critic's values.
+
+    Args:
+        config: critic config (`cliprange_value`, `loss_agg_mode`, `loss_scale_factor`).
+        model_output: jagged `values` [B, j] fp32 with gradient.
+        data: `response_mask`, `values` (of the critic before the update), `returns`; all response-aligned.
+        dp_group: unused; part of the contract.
+
+    Returns:
+        The scalar and `critic/vf_loss`, `critic/vf_clipfrac` (share of tokens at which the clip is active),
+        `critic/vpred_mean`.
+    """
+    lengths = tu.nested_lengths(model_output["values"])
+    vpreds = tu.nested_to_padded(model_output["values"])
+    mask = response_field(data, "response_mask", lengths).to(vpreds.device).bool()
+    loss, clipfrac = compute_value_loss(
+        vpreds=vpreds,
+        returns=response_field(data, "returns", lengths),
+        values=response_field(data, "values", lengths),
+        response_mask=mask,
+        cliprange_value=config.cliprange_value,
+        loss_agg_mode=config.loss_agg_mode,
+        **_counts(config, data),
+    )
+    tokens = float(mask.sum())
+    metrics = {
+        "critic/vf_loss": Metric(AggregationType.SUM, loss),
+        "critic/vf_clipfrac": Metric(AggregationType.MEAN, clipfrac, weight=tokens),
+        "critic/vpred_mean": Metric(AggregationType.MEAN, masked_mean(vpreds, mask), weight=tokens),
+    }
+    return loss, metrics
+
+
+def _counts(config: Any, data: TensorDict) -> dict[str, Any]:
+    """What `agg_loss` divides by: the counts of the mini-batch on all ranks."""
+    return {
+        "dp_size": tu.get(data, "dp_size", 1),
+        "batch_num_tokens": tu.get(data, "batch_num_tokens"),
+        "global_batch_size": tu.get(data, "global_batch_size"),
+        "loss_scale_factor": config.get("loss_scale_factor"),
+    }
 
 
 def _with_counts(config: Any, counts: dict[str, Any]) -> Any:

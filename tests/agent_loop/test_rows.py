@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -64,8 +66,13 @@ def test_the_tag_has_lengths_step_and_versions():
 
 
 def test_extra_fields_always_hold_what_later_stages_read():
-    stored = rows(output(extra_fields={"mine": 1}), session=Session("u", 0, stop_reason="length"))
-    assert tu.get(stored.fields, "extra_fields") == [
+    session = Session("u", 0, stop_reason="length", worker="agent_loop_worker_1")
+    before = time.time()
+    (extra,) = tu.get(rows(output(extra_fields={"mine": 1}), session=session).fields, "extra_fields")
+    facts = extra.pop("session_facts")
+    assert facts["worker"] == "agent_loop_worker_1"
+    assert before - 60 < facts["started"] <= facts["ended"] <= time.time() and facts["ended"] >= before
+    assert [extra] == [
         {
             "mine": 1,
             "global_steps": 9,

@@ -320,3 +320,18 @@ def test_the_composed_config_builds_dataset_and_loader(tmp_path):
         data = compose("ppo_trainer", overrides=[f"data.train_files={file}", "data.train_batch_size=2"]).data
     loader = create_train_loader(data, create_rl_dataset(data.train_files, data, WordTokenizer()))
     assert (len(loader), loader.batch_size) == (2, 2)
+
+
+@pytest.mark.parametrize("name", ["validate", "global_steps", "sampling_params", "self"])
+def test_a_column_with_a_name_of_ours_is_refused_at_load_with_the_fix(tmp_path, name):
+    path = write_parquet(tmp_path / "a.parquet", [row(**{name: 1})])
+    with pytest.raises(DataError) as error:
+        make(path)
+    text = str(error.value)
+    assert f"the column {name!r}" in text and "a.parquet" in text
+    assert f"df.rename(columns={{{name!r}: '{name}_'}})" in text
+
+
+def test_columns_that_are_replaced_are_told(tmp_path, caplog):
+    make(write_parquet(tmp_path / "a.parquet", [row(uid="x", epoch=3, note="n")]))
+    assert "the columns uid, epoch are replaced by rlflow's own of that name" in caplog.text

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlflow.utils.import_utils import load_module
+
 REWARD = """
 import json, os
 
@@ -53,6 +55,7 @@ def tiny_overrides(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
         "trainer.experiment_name=run",
         "trainer.total_training_steps=2",
         "trainer.stall_timeout_s=120",
+        "trainer.plots=false",
         "trainer.val_before_train=false",
         "algorithm.adv_estimator=grpo",
         "data.train_batch_size=2",
@@ -101,7 +104,12 @@ def run_trainer(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def read_metrics(tmp_path: Path) -> Callable[[], list[dict[str, Any]]]:
+    """`read()`: the numbers of the run; each of them has an entry in docs/metrics.md."""
+    pages = load_module(str(Path(__file__).resolve().parents[1] / "docs" / "pages.py"))
+
     def read() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (tmp_path / "tiny" / "run.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (tmp_path / "tiny" / "run.jsonl").read_text().splitlines()]
+        assert pages.undocumented_metrics(name for line in lines for name in line["data"]) == []
+        return lines
 
     return read

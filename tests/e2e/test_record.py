@@ -12,6 +12,7 @@ import pytest
 from rlflow.observe.journal import read_lines
 from rlflow.observe.recorder import RunRecorder
 from rlflow.utils.errors import ConfigError
+from rlflow.utils.import_utils import load_module
 
 
 @pytest.mark.timeout(200)
@@ -24,6 +25,7 @@ def test_every_prompt_and_stage_of_a_run_is_in_its_journal(
         "trainer.val_before_train=true",
         "trainer.save_freq=2",
         "trainer.test_freq=2",
+        "trainer.plots=true",
         "actor_rollout_ref.actor.use_kl_loss=true",
     ]
     run_trainer(overrides)
@@ -58,6 +60,14 @@ def test_every_prompt_and_stage_of_a_run_is_in_its_journal(
     assert [line["step"] for line in numbers] == [0, 1, 2]
     assert numbers[1]["data"]["training/global_step"] == 1
     assert "train_batch_size: 2" in (run / "config.yaml").read_text()
+    assert (run / "plots" / "reward.png").stat().st_size > 0
+    assert len(list(read_lines(run / "trajectories" / "2.jsonl"))) == 6
+    best = json.loads((run / "best_checkpoint.json").read_text())
+    assert best["step"] == 2 and best["path"].endswith("global_step_2")
+    # docs/metrics.md and docs/run_folder.md explain all of it.
+    pages = load_module(str(Path(__file__).resolve().parents[1] / "docs" / "pages.py"))
+    assert pages.undocumented_metrics(name for line in numbers for name in line["data"]) == []
+    assert pages.undocumented_facts(events) == []
 
     # The same command again: nothing is left to do, and the record of the finished run stays.
     run_trainer(overrides)

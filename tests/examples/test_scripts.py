@@ -251,9 +251,9 @@ def write_dump(run: Path, step: int, outputs: list[str]) -> None:
 def test_the_demo_reports_what_changed(demo, tmp_path, capsys):
     write_dump(tmp_path, 0, ["1", "no", "no", "4"])
     write_dump(tmp_path, 5, ["1", "2", "no", "bad"])
-    checkpoint = tmp_path / "checkpoints" / "global_step_5"
+    checkpoint = tmp_path / "global_step_5"
     checkpoint.mkdir(parents=True)
-    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     lines = [{"step": s, "data": {"timing_s/step": 2.0, "critic/score/mean": s / 10}} for s in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert demo.report(tmp_path, 5) == 0

@@ -32,10 +32,18 @@ def make_engine(model_path):
 
     engines = []
 
-    def make(slots: int = 8, version: int | None = 0, path: str = model_path, max_model_len: int = 64, **rollout):
+    def make(
+        slots: int = 8,
+        version: int | None = 0,
+        path: str = model_path,
+        max_model_len: int = 64,
+        admission=None,
+        **rollout,
+    ):
         node = rollout_tiny.config(path, **rollout).actor_rollout_ref
         model = load_model(node.model, node.rollout, torch.device("cpu"))
-        engine = HFEngine(model, EngineLimits(max_model_len, slots, 32, 32, prefill_tokens=64), version=version)
+        limits = EngineLimits(max_model_len, slots, 32, 32, prefill_tokens=64)
+        engine = HFEngine(model, limits, version=version, admission=admission)
         engines.append(engine)
         return engine
 

@@ -82,3 +82,41 @@ def test_unknown_engines_are_refused_and_own_ones_can_be_registered(monkeypatch)
     monkeypatch.setattr(RolloutReplicaRegistry, "_loaders", dict(RolloutReplicaRegistry._loaders))
     RolloutReplicaRegistry.register("mine", lambda: dict)
     assert get_rollout_replica_class("mine") is dict
+
+
+class Server:
+    """Stands for an actor handle; notes the sessions whose end it is told."""
+
+    def __init__(self):
+        self.ended = []
+        self.end_session = self
+        self.remote = self.ended.append
+
+
+def test_an_announcement_is_divided_in_blocks_whatever_the_load():
+    servers = {name: Server() for name in "ab"}
+    balancer = GlobalRequestLoadBalancer(servers)
+    balancer.acquire_server("heavy", 10_000)
+    names = [f"p{i}_{j}" for i in range(3) for j in range(2)]
+    parts = balancer.announce_sessions(names)
+    assert {key: part for key, (_, part) in parts.items()} == {"a": names[:3], "b": names[3:]}
+    assert [balancer.acquire_server(name, 1)[0] for name in reversed(names)] == ["b"] * 3 + ["a"] * 3
+    balancer.end_session(names[4])
+    balancer.end_session(names[4])
+    balancer.end_session("nobody")
+    assert (servers["a"].ended, servers["b"].ended) == ([], [names[4]])
+
+
+def test_every_server_hears_of_an_announcement_even_without_a_session_of_its_own(balancer):
+    parts = balancer.announce_sessions(["one_0"])
+    assert {key: part for key, (_, part) in parts.items()} == {"a": ["one_0"], "b": [], "c": []}
+
+
+def test_an_announced_session_moves_when_its_server_is_gone(balancer):
+    balancer.announce_sessions(["s_0", "s_1", "s_2"])
+    balancer.remove_servers(["a"])
+    assert balancer.acquire_server("s_0", 5)[0] == "b"
+    balancer.end_session("s_0")  # its server cannot be told
+    balancer.remove_servers(["b", "c"])
+    with pytest.raises(RuntimeError, match="No available servers"):
+        balancer.announce_sessions(["s_3"])

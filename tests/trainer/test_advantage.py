@@ -9,6 +9,7 @@ import torch
 
 from rlflow.trainer.ppo import advantage
 from rlflow.trainer.ppo.core_algos import FixedKLController
+from rlflow.utils.errors import ContractError
 
 CONFIG = SimpleNamespace(adv_estimator="grpo", norm_adv_by_std_in_grpo=True)
 
@@ -41,6 +42,22 @@ def test_only_the_last_output_of_a_session_enters_the_group() -> None:
     assert result[0].tolist() == pytest.approx([1.1547, 1.1547], abs=1e-4)
     assert result[1].tolist() == pytest.approx([0, 1.1547], abs=1e-4)
     assert result[2].tolist() == pytest.approx([-0.5774, -0.5774], abs=1e-4)
+
+
+def test_gae_gets_values_gamma_and_lambda_and_sees_every_output_of_a_session() -> None:
+    config = SimpleNamespace(adv_estimator="gae", gamma=0.5, lam=0.0)
+    mask = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 2.0], [9.0, 9.0]])
+    dense = {"response_mask": mask, "values": torch.tensor([[1.0, 4.0], [0.0, 2.0], [7.0, 7.0]])}
+    keys = ["u_0_0", "u_0_1", "u_1_0"]
+    advantages, returns = advantage.compute_advantage(keys, rewards, dense, config)
+    # lam=0: one-step targets, r + gamma V(next)
+    assert returns[:2].tolist() == [[2.0, 1.0], [1.0, 2.0]]
+    raw = torch.tensor([1.0, -3.0, 1.0, 0.0])
+    expected = (raw - raw.mean()) / raw.std()
+    assert advantages[:2].flatten().tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    with pytest.raises(ContractError, match="no critic wrote them"):
+        advantage.compute_advantage(keys, rewards, {"response_mask": mask}, config)
 
 
 def test_kl_in_reward_uses_the_coefficient_before_it_adapts() -> None:

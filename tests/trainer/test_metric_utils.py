@@ -30,6 +30,18 @@ def test_masked_samples_do_not_enter_the_scores_but_are_counted() -> None:
     assert metrics["response_length/mean"] == 1.5
 
 
+def test_values_say_how_much_of_the_returns_they_explain() -> None:
+    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    returns, values = torch.tensor([[0.0, 1.0, 2.0, 50.0]]), torch.tensor([[0.5, 1.0, 1.5, -50.0]])
+    dense = {"rm_scores": returns, "response_mask": mask, "advantages": returns, "returns": returns, "values": values}
+    metrics = metric_utils.compute_data_metrics(dense, returns, [tag(1, 4)], limits=(5, 5))
+    assert [metrics[f"critic/values/{stat}"] for stat in ("mean", "max", "min")] == [1.0, 1.5, 0.5]
+    assert metrics["critic/vf_explained_var"] == pytest.approx(0.75, abs=1e-4)
+    dense["response_mask"] = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+    one = metric_utils.compute_data_metrics(dense, returns, [tag(1, 4)], limits=(5, 5))
+    assert one["critic/values/mean"] == 0.5 and math.isnan(one["critic/vf_explained_var"])
+
+
 def test_log_prob_distance_is_in_probability_space_and_in_nats() -> None:
     old, rollout = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.0, -1.0, -9.0]])
     metrics = metric_utils.compute_log_prob_metrics(old, rollout, torch.tensor([[1, 1, 0]]))

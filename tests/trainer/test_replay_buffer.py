@@ -123,3 +123,27 @@ def test_padding_rows_fill_up_to_the_multiple_and_balance_splits_the_work(queue:
     assert metrics["global_seqlen/mean"] == 8.5
     assert len(batching.real_rows(balanced)) == 3
     assert batching.pad_batch(padded, 2, 7, 1) is padded
+
+
+def test_a_view_that_is_too_far_behind_looks_at_everything_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlflow.trainer.ppo.replay_buffer import PartitionView
+    from rlflow.transfer_queue import table
+
+    monkeypatch.setattr(table, "MAX_TOMBSTONES", 2)
+    tq.init({"namespace": "local-view", "backend": {"storage_backend": "Local"}})
+    try:
+        view = PartitionView("train")
+        submit("a", "b", "c")
+        assert set(view.wait(1.0)) == {"a", "b", "c"}
+        for _ in range(3):  # more deletions than the table remembers
+            submit("x", "y", "z")
+            tq.kv_clear(["x", "y", "z"], "train")
+        tq.kv_clear(["a"], "train")
+        submit("d")
+        changes = view.wait(1.0)
+        assert changes["a"] is None and changes["d"] is not None
+        assert set(view.tags) == {"b", "c", "d"}
+        submit("e")
+        assert set(view.wait(1.0)) == {"e"}
+    finally:
+        tq.close()

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rlflow.trainer.ppo.validation_metrics import name_validation_metrics, process_validation_metrics
+from rlflow.trainer.ppo.validation import choose_samples
+from rlflow.trainer.ppo.validation_metrics import (
+    bootstrap_metric,
+    calc_maj_val,
+    name_validation_metrics,
+    process_validation_metrics,
+)
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "core_algos.json").read_text())
 
@@ -45,3 +52,64 @@ def test_headline_keys_carry_the_largest_n_of_the_core_variable() -> None:
 def test_samples_without_a_value_are_left_out() -> None:
     result = process_validation_metrics(["s"] * 2, ["a", "b"], {"reward": [None, 1.0]})
     assert result["s"]["reward"] == {"mean@1": 1.0}
+
+
+def test_what_is_no_number_does_not_spoil_the_rest() -> None:
+    infos = {
+        "reward": [1.0, float("nan"), None, float("inf")],
+        "acc": [True, np.bool_(False), np.float32(1), None],
+        "note": ["text", None, None, None],
+        "mixed": [1.0, "x", 2.0, 3.0],
+        "list": [[1], [2], [3], [4]],
+    }
+    result = process_validation_metrics(["s"] * 4, ["u"] * 4, infos)["s"]
+    assert set(result) == {"reward", "acc"}
+    assert result["reward"]["mean@4"] == 1.0 and result["reward"]["std@4"] == 0.0
+    assert result["acc"]["mean@4"] == pytest.approx(2 / 3)
+    assert all(np.isfinite(value) for metrics in result.values() for value in metrics.values())
+
+
+def test_a_prompt_that_lost_samples_stays_in_the_headline() -> None:
+    infos = {"reward": [1.0, 0.0, 1.0, None, 1.0]}
+    result = process_validation_metrics(
+        ["s"] * 5, ["a", "a", "b", "b", "c"], infos, samples_of={"a": 2, "b": 2, "c": 2, "all failed": 2}
+    )
+    assert result["s"]["reward"]["mean@2"] == pytest.approx((0.5 + 1.0 + 1.0) / 3)
+    assert not any("@1" in name for name in result["s"]["reward"])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_vectorised_bootstrap_is_the_plain_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 10))
+    values = rng.integers(0, 3, n).astype(float).tolist()
+    # Votes that cannot be hashed, None, and equal ones of different type.
+    preds = [[None, "a", ["x"], 1, 1.0][i] for i in rng.integers(0, 5, n)]
+    result = process_validation_metrics(["s"] * n, ["u"] * n, {"reward": values, "pred": preds})["s"]["reward"]
+    votes = [{"pred": repr(p) if isinstance(p, list) else p, "val": v} for p, v in zip(preds, values, strict=True)]
+    for size in {2, 4, 8, n} & set(range(n + 1)):
+        [(best, best_std), (worst, _)] = bootstrap_metric(values, size, [np.max, np.min])
+        [(majority, majority_std)] = bootstrap_metric(votes, size, [lambda draw: calc_maj_val(draw, "pred", "val")])
+        assert result[f"best@{size}/mean"] == pytest.approx(best)
+        assert result[f"worst@{size}/mean"] == pytest.approx(worst)
+        assert result[f"best@{size}/std"] == pytest.approx(best_std)
+        assert result[f"maj@{size}/mean"] == pytest.approx(majority), size
+        assert result[f"maj@{size}/std"] == pytest.approx(majority_std)
+
+
+def test_many_prompts_take_no_time() -> None:
+    rng = np.random.default_rng(0)
+    rows = 16 * 500
+    infos = {"reward": rng.random(rows).tolist(), "pred": [str(i) for i in rng.integers(0, 6, rows)]}
+    start = time.perf_counter()
+    process_validation_metrics(["s"] * rows, [str(row // 16) for row in range(rows)], infos)
+    assert time.perf_counter() - start < 10
+
+
+def test_the_same_samples_are_shown_each_time() -> None:
+    samples = [(f"question {i:02}", "answer", None) for i in range(40)]
+    shown = choose_samples(list(reversed(samples)), 5)
+    ordered = list(samples)
+    np.random.RandomState(42).shuffle(ordered)
+    assert shown == ordered[:5] == choose_samples(samples, 5)
+    assert len(choose_samples(samples, 100)) == 40

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rlflow.utils.errors import DeadlineError
+from rlflow.utils.errors import DeadlineError, RlflowError
 from rlflow.utils.ray_utils import auto_await, ray_await, ray_get
 
 
@@ -52,3 +52,26 @@ def test_auto_await_serves_both_worlds() -> None:
     assert double(2) == 4
     assert asyncio.run(from_coroutine()) == 6
     assert asyncio.run(from_plain_code_inside_a_loop()) == 8
+
+
+def test_a_dead_cluster_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of `ray start` outlives its cluster; a cluster that was asked for by name is not replaced silently."""
+    import socket
+
+    from ray._private import utils
+
+    from rlflow.utils.ray_utils import cluster_to_join
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        alive = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(utils, "read_ray_address", lambda: alive)
+        assert cluster_to_join() == alive
+    assert cluster_to_join() == "local"
+    with pytest.raises(RlflowError, match="does not answer"):
+        cluster_to_join(alive)
+    monkeypatch.setenv("RAY_ADDRESS", alive)
+    with pytest.raises(RlflowError, match="RAY_ADDRESS"):
+        cluster_to_join()
+    assert cluster_to_join("local") == "local"
+    assert cluster_to_join("ray://head:10001") == "ray://head:10001"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import string
+import time
 
 import pytest
 from hypothesis import given
@@ -59,6 +60,8 @@ def test_numbers_and_nothing_stay_under_any_key() -> None:
         (f"reward_kwargs.api_key={CANARY} is wrong", "reward_kwargs.api_key=*** is wrong"),
         (f"{{'api_key': '{CANARY}', 'n': 3}}", "{'api_key': '***', 'n': 3}"),
         (f'{{"hf_token": "{CANARY}"}}', '{"hf_token": "***"}'),
+        (f"error: DataError: password={CANARY}, n=3", "error: DataError: password=***, n=3"),
+        (f"a: b: c: {{x: y, 'api_key': '{CANARY}'}}", "a: b: c: {x: y, 'api_key': '***'}"),
         (f"GET /x?token={CANARY}&n=3", "GET /x?token=***&n=3"),
         ("401 for sk-abcdefghijklmnop0123", "401 for ***"),
         ("Authorization: Bearer abcdefgh.ijkl", "Authorization: *** ***"),
@@ -69,6 +72,31 @@ def test_numbers_and_nothing_stay_under_any_key() -> None:
 )
 def test_text(text: str, expected: str) -> None:
     assert redact_text(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: b ",
+        "password=",
+        "x=y",
+        "token:'",
+        '"a:',
+        "a.b-",
+        "a:a:",
+        "x" * 9 + "=",
+        "://a",
+        "eyJ-",
+        "sk-",
+        "k='v\"",
+        "@:",
+    ],
+)
+def test_long_texts_take_no_longer_than_their_length(text: str) -> None:
+    started = time.perf_counter()
+    redact_text(text * (400_000 // len(text)))
+    redact_text("x=" + text[0] * 400_000)
+    assert time.perf_counter() - started < 4
 
 
 def test_a_remembered_value_is_hidden_wherever_it_appears() -> None:

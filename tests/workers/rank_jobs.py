@@ -13,18 +13,19 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
-from tiny import configs, make_batch  # noqa: E402
+from tiny import configs, make_batch, with_values  # noqa: E402
 
-from rlflow.config import CheckpointConfig, FSDPActorConfig  # noqa: E402
+from rlflow.config import CheckpointConfig, FSDPActorConfig, FSDPCriticConfig  # noqa: E402
 from rlflow.utils import tensordict_utils as tu  # noqa: E402
-from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead  # noqa: E402
-from rlflow.workers.losses import ppo_loss  # noqa: E402
+from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead, FSDPEngineWithValueHead  # noqa: E402
+from rlflow.workers.losses import ppo_loss, value_loss  # noqa: E402
 
 
-def build(path, *, load=None, contents=("model", "optimizer", "extra"), **options):
+def build(path, *, critic=False, load=None, contents=("model", "optimizer", "extra"), **options):
     model, engine_config, optim = configs(path, **options)
     checkpoint = CheckpointConfig(save_contents=list(contents), load_contents=["model", "optimizer", "extra"])
-    engine = FSDPEngineWithLMHead(model, engine_config, optim, checkpoint)
+    engine_cls = FSDPEngineWithValueHead if critic else FSDPEngineWithLMHead
+    engine = engine_cls(model, engine_config, optim, checkpoint)
     engine.initialize()
     if load:
         engine.load_checkpoint(load)
@@ -44,19 +45,29 @@ def local_rows(data):
     return tu.slice_tensordict(data, dist.get_rank() * size, (dist.get_rank() + 1) * size)
 
 
-def gradient(path, out, *, steps=0, seed=0, loss=None, options=None, rows=8, **engine_options):
-    """Gradient of one mini-batch, log-probs of all rows, parameters after `steps` more optimizer steps."""
-    engine = build(path, **engine_options)
-    config = FSDPActorConfig(**(loss or {}))
-    loss_fn = partial(ppo_loss, config=config)
-    data = local_rows(tu.assign_non_tensor_whole(make_batch(rows, seed), options or {}))
+def loss_of(critic, options=None):
+    if critic:
+        return partial(value_loss, config=FSDPCriticConfig(**(options or {})))
+    return partial(ppo_loss, config=FSDPActorConfig(**(options or {})))
+
+
+def gradient(path, out, *, critic=False, steps=0, seed=0, loss=None, options=None, rows=8, **engine_options):
+    """Gradient of one mini-batch, outputs of all rows, parameters after `steps` more optimizer steps."""
+    engine = build(path, critic=critic, **engine_options)
+    loss_fn = loss_of(critic, loss)
+
+    def batch(seed):
+        return local_rows(tu.assign_non_tensor_whole(with_values(make_batch(rows, seed), seed), options or {}))
+
+    data = batch(seed)
     result = {}
     with engine.train_mode():
         outputs = engine.forward_backward_batch(data, loss_fn)
         result["grads"] = full_grads(engine)
-    lp = [None] * dist.get_world_size()
-    dist.all_gather_object(lp, [row.clone() for row in outputs["model_output"]["log_probs"].unbind()])
-    result["log_probs"] = [row for part in lp for row in part]
+    name = "values" if critic else "log_probs"
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, [row.clone() for row in outputs["model_output"][name].unbind()])
+    result[name] = [row for part in parts for row in part]
     result["loss"] = torch.tensor(sum(outputs["loss"]))
     dist.all_reduce(result["loss"])
     result["loss"] /= dist.get_world_size()
@@ -64,20 +75,18 @@ def gradient(path, out, *, steps=0, seed=0, loss=None, options=None, rows=8, **e
     dist.all_gather_object(result["micro"], len(outputs["loss"]))
     for step in range(steps):
         with engine.train_mode():
-            engine.train_batch(
-                local_rows(tu.assign_non_tensor_whole(make_batch(rows, seed + step), options or {})), loss_fn
-            )
+            engine.train_batch(batch(seed + step), loss_fn)
     result["params"] = full_params(engine)
     save(out, result)
 
 
-def train(path, out, *, seeds, load=None, save_to=None, **engine_options):
+def train(path, out, *, seeds, critic=False, load=None, save_to=None, **engine_options):
     """AdamW steps over the batches of `seeds`, optionally from and to a checkpoint."""
-    engine = build(path, load=load, optimizer="AdamW", lr=1e-2, **engine_options)
-    loss_fn = partial(ppo_loss, config=FSDPActorConfig())
+    engine = build(path, critic=critic, load=load, optimizer="AdamW", lr=1e-2, **engine_options)
+    loss_fn = loss_of(critic)
     for seed in seeds:
         with engine.train_mode():
-            engine.train_batch(local_rows(make_batch(8, seed)), loss_fn)
+            engine.train_batch(local_rows(with_values(make_batch(8, seed), seed)), loss_fn)
         lr = engine.lr_scheduler_step()
     if save_to:
         engine.save_checkpoint(save_to, global_step=len(seeds))

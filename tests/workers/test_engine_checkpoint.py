@@ -119,7 +119,7 @@ def test_another_optimizer_is_refused(engine, tiny_model, tmp_path):
 
 
 def test_a_disk_that_refuses_is_named(engine, tmp_path, monkeypatch):
-    from rlflow.workers.engine.fsdp import shards
+    from rlflow.checkpoint import shards
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")

@@ -61,7 +61,7 @@ def _naive(path, data, loss_config, temperature=1.0):
         kl = core_algos.kl_penalty(c["log_probs"], c["ref_log_prob"], loss_config.kl_loss_type)
         loss = loss + loss_config.kl_loss_coef * core_algos.agg_loss(kl, mask, mode)
     loss.backward()
-    return float(loss.detach()), log_probs, {f"causal_lm.{n}": p.grad for n, p in model.named_parameters()}
+    return float(loss.detach()), log_probs, {f"hf_model.{n}": p.grad for n, p in model.named_parameters()}
 
 
 def _ours(path, data, loss_config, options, **engine_options):
@@ -137,6 +137,13 @@ def test_other_families_agree_with_transformers(family, options, way, tmp_path):
     out, ours = _ours(path, tiny.make_batch(6), config, WAYS[way])
     assert sum(out["loss"]) == pytest.approx(loss, rel=1e-4)
     assert _relative(ours, grads) < 1e-4
+
+
+def test_the_entropy_bonus_moves_the_gradient_in_proportion(tiny_model):
+    grads = [_ours(tiny_model, tiny.make_batch(6), FSDPActorConfig(entropy_coeff=c), {})[1] for c in (0.0, 0.1, 0.2)]
+    once, twice = ({name: grads[i][name] - grads[0][name] for name in grads[0]} for i in (1, 2))
+    assert all(bool(part.any()) for part in once.values())
+    assert _relative({name: part / 2 for name, part in twice.items()}, once) < 1e-4
 
 
 def test_padding_rows_weigh_nothing(tiny_model):

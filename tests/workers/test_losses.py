@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow.config import FSDPActorConfig
+from rlflow.config import FSDPActorConfig, FSDPCriticConfig
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ContractError
 from rlflow.utils.metric import AggregationType
-from rlflow.workers.losses import ppo_loss
+from rlflow.workers.losses import ppo_loss, value_loss
 
 
 def nested(*rows):
@@ -61,6 +61,19 @@ def test_importance_weights_enter_the_loss():
     half = data(rollout_is_weights=nested([0.5, 0.5, 0.5], [0.5]))
     loss, _ = ppo_loss(FSDPActorConfig(), model_output=OUTPUT, data=half)
     assert float(loss) == pytest.approx(0.710548 / 2, abs=1e-5)
+
+
+def test_the_value_loss_on_jagged_rows():
+    fields = {"values": nested([0.0, 2.0], [9.0]), "returns": nested([2.0, 0.0], [0.0])}
+    batch = tu.get_tensordict(fields | {"response_mask": nested([1, 1], [0])})
+    output = {"values": nested([1.0, 2.0], [5.0])}
+    loss, metrics = value_loss(FSDPCriticConfig(), model_output=output, data=batch)
+    assert float(loss) == pytest.approx(1.5625)
+    assert metrics["critic/vf_loss"].aggregation is AggregationType.SUM
+    assert metrics["critic/vf_clipfrac"].aggregate() == 0.5 and metrics["critic/vf_clipfrac"].weights == [2.0]
+    assert metrics["critic/vpred_mean"].aggregate() == pytest.approx(1.5)
+    with pytest.raises(ContractError, match="needs returns"):
+        value_loss(FSDPCriticConfig(), model_output=output, data=tu.get_keys(batch, ["response_mask", "values"]))
 
 
 def test_rows_that_do_not_line_up_are_refused():

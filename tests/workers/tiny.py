@@ -75,6 +75,14 @@ def make_batch(rows: int = 8, seed: int = 0, *, group: int = 2, min_r: int = 1, 
     return tu.get_tensordict({k: tu.nested_from_list(v) for k, v in (fields | floats).items()})
 
 
+def with_values(data: TensorDict, seed: int = 0) -> TensorDict:
+    """Add what the update of a critic reads: `values`, `returns`."""
+    g = torch.Generator().manual_seed(1000 + seed)
+    for name in ("values", "returns"):
+        data.set(name, tu.nested_like(torch.randn(data["responses"].values().numel(), generator=g), data["responses"]))
+    return data
+
+
 def configs(
     path: str,
     *,

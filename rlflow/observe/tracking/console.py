@@ -11,20 +11,23 @@ from typing import Any
 
 from rlflow.observe.feed import current_feed
 from rlflow.observe.live import LiveTable
+from rlflow.observe.tracking.backend import RunInfo, Sample
+from rlflow.observe.tracking.values import numbers
 
 
 class ConsoleBackend:
     """Sends the numbers of a step to the terminal."""
 
-    def __init__(self, config: Any = None) -> None:
+    def __init__(self, info: RunInfo) -> None:
         self._feed = current_feed()
         self._table = LiveTable() if self._feed is None else None
 
     def log(self, data: dict[str, Any], step: int) -> None:
         """Show the numbers of a step."""
-        self._send({"type": "step", "step": step, "data": {name: float(value) for name, value in data.items()}})
+        shown = {name: float(value) for name, value in numbers(data).items()}
+        self._send({"type": "step", "step": step, "data": shown})
 
-    def log_samples(self, samples: Sequence[tuple[str, str, float | None]], step: int) -> None:
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Show validation samples."""
         self._send({"type": "samples", "step": step, "samples": list(samples)})
 

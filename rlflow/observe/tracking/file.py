@@ -14,6 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlflow.observe.tracking.backend import RunInfo, Sample
+from rlflow.observe.tracking.values import as_number
+from rlflow.utils.errors import ConfigError
+
 
 def _env(name: str) -> str | None:
     return os.environ.get(f"RLFLOW_{name}") or os.environ.get(f"VERL_{name}")
@@ -30,27 +34,27 @@ def log_path(project: str, experiment: str) -> Path:
 class FileBackend:
     """Appends to one file."""
 
-    def __init__(self, project: str, experiment: str, config: Any = None) -> None:
-        self.path = log_path(project, experiment)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+    def __init__(self, info: RunInfo) -> None:
+        self.path = log_path(info.project, info.experiment)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.logger names file, but {self.path} cannot be written: {error}.\n"
+                "    try:    RLFLOW_FILE_LOGGER_ROOT=a folder of yours"
+            ) from error
 
     def log(self, data: dict[str, Any], step: int) -> None:
         """Append a line; values that are no finite number become null."""
-        numbers = {name: _number(value) for name, value in data.items()}
-        self._file.write(json.dumps({"step": step, "data": numbers}) + "\n")
+        plain = {name: as_number(value) for name, value in data.items()}
+        finite = {name: value if value is not None and math.isfinite(value) else None for name, value in plain.items()}
+        self._file.write(json.dumps({"step": step, "data": finite}) + "\n")
         self._file.flush()
 
-    def log_samples(self, samples: Sequence[tuple[str, str, float | None]], step: int) -> None:
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Samples are in the validation dump; nothing to add here."""
 
     def finish(self, exit_code: int) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _number(value: Any) -> float | int | None:
-    value = value.item() if hasattr(value, "item") else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return value if math.isfinite(value) else None

@@ -27,12 +27,17 @@ def register(name: str) -> Callable[[ManagerClass], ManagerClass]:
     return decorate
 
 
+def known_names() -> set[str]:
+    """Names of the managers that are built in, or registered in this process."""
+    return {*_REGISTRY, *_BUILT_IN}
+
+
 def get_reward_manager_cls(name: str) -> type[RewardManagerBase]:
     """The class registered under `name`; `ValueError` lists the names there are."""
     if name not in _REGISTRY and name in _BUILT_IN:
         import_module(_BUILT_IN[name])
     if name not in _REGISTRY:
-        known = ", ".join(sorted({*_REGISTRY, *_BUILT_IN}))
+        known = ", ".join(sorted(known_names()))
         raise ValueError(
             f"reward.reward_manager.name={name!r} is unknown; known: {known}. A class of your own: "
             "reward.reward_manager.source=importlib with module.path, or @register in an imported module"

@@ -89,10 +89,14 @@ class RefWaiter:
         dead = [item for item in failed if isinstance(item[1], RayActorError)]
         rank, error = (dead or failed)[0]
         others = [f"{other} ({_summary(e)})" for other, e in failed if other != rank]
-        raise self.failure(rank, error, others) from error
+        # In a collective the one that hangs is the cause, and those that fail about it are told first.
+        silent = [rank for rank, ref in zip(self.ranks, refs, strict=True) if ref not in values]
+        raise self.failure(rank, error, others, silent) from error
 
-    def failure(self, rank: int, error: Exception, others: Sequence[str] = ()) -> WorkerError:
-        """The error for one rank's failure."""
+    def failure(
+        self, rank: int, error: Exception, others: Sequence[str] = (), silent: Sequence[int] = ()
+    ) -> WorkerError:
+        """The error for one rank's failure; `silent` ranks have not answered."""
         from ray.exceptions import RayActorError
 
         died = isinstance(error, RayActorError)
@@ -102,17 +106,21 @@ class RefWaiter:
         message = f"rank {rank}{place}, role {self.role!r}, method {self.method!r}: {what}"
         if others:
             message += f"\n    also failed: rank {'; rank '.join(others)}"
+        if silent:
+            message += f"\n    no answer yet from {self._places(silent)}"
         message += "\n" + "\n".join(f"    | {line}" for line in text.strip().splitlines())
         return WorkerError(message, rank, self.role, self.method, died, text)
 
     def _overdue(self, refs: Sequence[Any], waiting: Sequence[Any], timeout: float) -> str:
         late = [rank for rank, ref in zip(self.ranks, refs, strict=True) if ref in set(waiting)]
-        places = [f"rank {r} ({self.where[r]})" if r < len(self.where) else f"rank {r}" for r in late]
         return (
-            f"Waited {timeout:g} s for {self.role}.{self.method} and got no answer from {', '.join(places)}. The "
+            f"Waited {timeout:g} s for {self.role}.{self.method} and got no answer from {self._places(late)}. The "
             "process is hung or overloaded (py-spy dump --pid shows where), or the deadline is too short for it "
-            "(register(timeout_s=...), RayWorkerGroup(call_timeout_s=...))."
+            "(trainer.call_timeout_s; register(timeout_s=...) for one method)."
         )
+
+    def _places(self, ranks: Sequence[int]) -> str:
+        return ", ".join(f"rank {r} ({self.where[r]})" if r < len(self.where) else f"rank {r}" for r in ranks)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 from rlflow.trainer.ppo import core_algos
 from rlflow.trainer.ppo.core_algos.aggregate import masked_mean
 from rlflow.trainer.ppo.replay_buffer import final_outputs, session_of
+from rlflow.utils.errors import ContractError
 from rlflow.utils.nested import nested_lengths, nested_to_padded, padded_to_nested
 
 OPTIONAL_FIELDS = ("old_log_probs", "ref_log_prob", "rollout_log_probs", "values")
@@ -65,9 +66,13 @@ def compute_advantage(keys: list[str], rewards: Tensor, dense: dict[str, Tensor]
     estimator = core_algos.get_adv_estimator_fn(config.adv_estimator)
     finals = final_outputs(keys) if config.adv_estimator == "grpo" else list(range(len(keys)))
     rows = torch.tensor(finals)
-    fields = {name: dense[name][rows] for name in OPTIONAL_FIELDS if name in dense}
+    fields: dict[str, Any] = {name: dense[name][rows] for name in OPTIONAL_FIELDS if name in dense}
     if config.adv_estimator == "grpo":
         fields["norm_adv_by_std_in_grpo"] = config.norm_adv_by_std_in_grpo
+    if config.adv_estimator == "gae":
+        if "values" not in fields:
+            raise ContractError("adv_estimator=gae reads values, but no critic wrote them for every row of the batch")
+        fields |= {"gamma": config.gamma, "lam": config.lam}
     advantages, returns = estimator(
         token_level_rewards=rewards[rows],
         response_mask=mask[rows],

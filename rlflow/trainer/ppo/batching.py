@@ -18,9 +18,9 @@ from rlflow.utils.errors import ContractError
 from rlflow.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 
 
-def required_multiple(dp_size: int, mini_batch_rows: int | None) -> int:
-    """Rows must split over the ranks and, when the actor updates, into whole mini-batches."""
-    return dp_size if mini_batch_rows is None else math.lcm(dp_size, mini_batch_rows)
+def required_multiple(dp_size: int, *mini_batch_rows: int) -> int:
+    """Rows must split over the ranks and into whole mini-batches of every model that is updated."""
+    return math.lcm(dp_size, *mini_batch_rows)
 
 
 def padding_row(eos_token_id: int, uid: str, number: int) -> dict[str, Any]:

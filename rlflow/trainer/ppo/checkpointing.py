@@ -28,6 +28,10 @@ from rlflow.checkpoint import (
     write_tracker,
 )
 from rlflow.observe.feed import notice
+from rlflow.single_controller.errors import WorkerError
+from rlflow.trainer.ppo.best import best_step, forget_best_after, mark_best
+from rlflow.trainer.ppo.trajectories import remove_trajectories_after
+from rlflow.trainer.ppo.utils import run_folder
 from rlflow.utils.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -36,22 +40,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def checkpoint_root(config: Any) -> Path:
-    """`trainer.default_local_dir`, absolute."""
-    return Path(config.trainer.default_local_dir).expanduser().resolve()
-
-
 def prepare_checkpoint(trainer: PPOTrainer) -> PendingDirectory:
     """Write the run's state after the current step, whole and on the disk, under a name that does not count yet."""
     import torch
 
-    root = checkpoint_root(trainer.config)
+    root = run_folder(trainer.config)
     root.mkdir(parents=True, exist_ok=True)
     step = trainer.global_steps
     pending = PendingDirectory(root / f"global_step_{step}")
     with pending.filling() as folder:
         for name, group in _saved_groups(trainer):
-            group.save_checkpoint(str(folder / name), None, step, None)
+            _save_group(group, folder / name, step)
         torch.save(trainer.feed.loader.state_dict(), folder / "data.pt")
         state: dict[str, Any] = {"global_step": step, "kl_controller": None}
         if trainer.kl_controller is not None:
@@ -60,24 +59,43 @@ def prepare_checkpoint(trainer: PPOTrainer) -> PendingDirectory:
     return pending
 
 
+def _save_group(group: Any, folder: Path, step: int) -> None:
+    """Let a worker group write its part; what one of its processes could not write is an error of this process too.
+
+    Raises:
+        OSError, CheckpointError: names the rank.
+    """
+    try:
+        group.save_checkpoint(str(folder), None, step, None)
+    except WorkerError as error:
+        cause = getattr(error.__cause__, "cause", error.__cause__)
+        told = str(error).splitlines()[0]
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, told) from error
+        if isinstance(cause, CheckpointError):
+            raise CheckpointError(told) from error
+        raise
+
+
 def commit_checkpoint(trainer: PPOTrainer, pending: PendingDirectory, metrics: dict[str, Any]) -> Path:
     """Make a prepared checkpoint the latest, and let old ones go; returns its folder.
 
-    What the step reported is brought to the disk first.
+    What the step reported is brought to the disk first. The tracker file comes last: a run that dies before it goes on
+    from the checkpoint before this one and does the step again.
     """
     root, step = pending.final.parent, trainer.global_steps
     try:
         trainer.dumps.flush()
-        if trainer.recorder is not None:
-            trainer.recorder.sync()
+        trainer.recorder.sync()
     finally:
         pending.commit()
+        best = mark_best(root, step, metrics, saved=True, config=trainer.config)
+        trainer.recorder.saved(step, pending.final, best=best)
         write_tracker(root, step)
-    if trainer.recorder is not None:
-        trainer.recorder.saved(step, pending.final, best=False)
     keep = trainer.config.trainer.max_actor_ckpt_to_keep
     if keep:
-        prune(root, keep)
+        kept = best_step(root)
+        prune(root, keep, protect=[] if kept is None else [kept])
     return pending.final
 
 
@@ -89,12 +107,22 @@ def _saved_groups(trainer: PPOTrainer) -> list[tuple[str, Any]]:
 
 
 def load_trainer_checkpoint(trainer: PPOTrainer) -> int:
-    """Restore workers, data cursor and controller state; returns the step (0 = from scratch)."""
+    """Restore workers, data cursor and controller state; returns the step (0 = from scratch).
+
+    What the run folder has of later steps is removed, unless this run only validates.
+    """
+    folder = _checkpoint_to_load(trainer.config)
+    step = 0 if folder is None else _restore(trainer, folder)
+    if not trainer.config.trainer.val_only:
+        root = run_folder(trainer.config)
+        forget_best_after(root, step, trainer.config)
+        remove_trajectories_after(root, step)
+    return step
+
+
+def _restore(trainer: PPOTrainer, folder: Path) -> int:
     import torch
 
-    folder = _checkpoint_to_load(trainer.config)
-    if folder is None:
-        return 0
     state = json.loads((folder / "trainer_state.json").read_text())
     for name, group in _saved_groups(trainer):
         group.load_checkpoint(str(folder / name))
@@ -111,7 +139,7 @@ def _checkpoint_to_load(config: Any) -> Path | None:
     if mode == "disable":
         return None
     if mode == "auto":
-        root = checkpoint_root(config)
+        root = run_folder(config)
         remove_leftovers(root)
         found = find_latest_checkpoint(root)
         if found is None and list_checkpoints(root):

@@ -46,7 +46,8 @@ def compute_data_metrics(
     longest row of the batch, which is always reached by some row).
 
     Args:
-        dense: [B, T] fields `rm_scores`, `response_mask`, `advantages`, `returns` (padding rows already removed).
+        dense: [B, T] fields `rm_scores`, `response_mask`, `advantages`, `returns`, with a critic `values` (padding
+            rows already removed).
         rewards: token-level rewards [B, T] (scores minus a KL penalty when there is one).
         tags: the rows' tags with `prompt_len`, `response_len`, and `invalid` for masked samples.
         limits: the longest (prompt, response) the configuration allows, in tokens.
@@ -67,7 +68,19 @@ def compute_data_metrics(
         "response/aborted_ratio": (response == 0).float().mean().item(),
         "training/reward/invalid": int(invalid.sum()),
     }
+    if "values" in dense:
+        metrics |= _value_metrics(dense["values"][mask], dense["returns"][mask])
     return metrics
+
+
+def _value_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:
+    """Spread of the values, and the share of the returns' variance that they explain (1: all, 0: none); NaN for fewer
+    than two tokens.
+    """
+    explained = float("nan")
+    if values.numel() > 1:
+        explained = 1.0 - (returns - values).var().item() / (returns.var().item() + 1e-5)
+    return {**spread("critic/values", values), "critic/vf_explained_var": explained}
 
 
 def _lengths(prefix: str, lengths: Tensor, limit: int) -> dict[str, float]:

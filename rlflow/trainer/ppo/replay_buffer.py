@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import rlflow.transfer_queue as tq
-from rlflow.transfer_queue import KVBatchMeta
+from rlflow.transfer_queue import KVBatchMeta, WatchGapError
 from rlflow.utils.errors import ContractError, DeadlineError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,12 @@ class PartitionView:
 
     def wait(self, timeout_s: float) -> dict[str, dict[str, Any] | None]:
         """Wait until the partition changes, at most `timeout_s`; what changed (None: deleted), empty when nothing."""
-        self.version, changes = tq.kv_watch(self.partition_id, self.version, timeout_s=timeout_s)
+        try:
+            self.version, changes = tq.kv_watch(self.partition_id, self.version, timeout_s=timeout_s)
+        except WatchGapError:
+            # This view is so far behind that deletions are forgotten: look at everything there is now.
+            self.version, changes = tq.kv_watch(self.partition_id, 0, timeout_s=0.0)
+            changes = {**dict.fromkeys(self.tags), **changes}
         for key, tag in changes.items():
             if tag is None:
                 self.tags.pop(key, None)
@@ -200,7 +205,7 @@ class ReplayBuffer:
         lines = [
             f"Stalled {quiet:.0f} s in `sample` (step {step}, partition {partition_id}): "
             f"{ended} of {wanted} prompt groups finished.",
-            *(f"    {line}" for line in running[:5]),
+            *(f"    {line}" for line in running),
             "    next:  the run ends (trainer.stall_timeout_s); look at the rollout server's and agent workers' logs",
         ]
         return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Build the processes of a run: worker groups, reward workers, rollout servers.
 
-Order: pools -> colocated worker group -> models -> reward workers -> servers -> weight-sync manager. Each wait has a
-deadline and names what it waited for.
+Order: pools -> colocated worker groups -> models -> reward workers -> servers -> weight-sync manager. Each wait has a
+deadline and names what it waited for. Policy, reference and critic live in the same processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from rlflow.single_controller.ray import (
     ResourcePoolManager,
     create_colocated_worker_cls,
 )
-from rlflow.trainer.ppo.utils import Role, need_reference_policy
+from rlflow.trainer.ppo.utils import Role, need_critic, need_reference_policy
+from rlflow.transfer_queue.settings import NAMESPACE_ENV
+from rlflow.utils.device import COLLECTIVE_TIMEOUT_ENV
 from rlflow.utils.tokenizer import policy_tokenizer
 from rlflow.workers.rollout.llm_server import LLMServerManager
 
@@ -52,20 +54,26 @@ class Runtime:
 def build_runtime(config: Any, total_training_steps: int) -> Runtime:
     """Start all processes of the run and load the models.
 
-    `total_training_steps` becomes the horizon of the LR schedule.
+    `total_training_steps` becomes the horizon of the LR schedules.
     """
     trainer = config.trainer
     with open_dict(config):
         config.actor_rollout_ref.actor.optim.total_training_steps = total_training_steps
+        if need_critic(config):
+            config.critic.optim.total_training_steps = total_training_steps
     needs_ref = need_reference_policy(config)
     role = Role.ActorRolloutRef if needs_ref else Role.ActorRollout
+    roles = [role, Role.Critic] if need_critic(config) else [role]
     pools = ResourcePoolManager(
         resource_pool_spec={"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes},
-        mapping={role: "global_pool"},
+        mapping=dict.fromkeys(roles, "global_pool"),
         device_name=trainer.device,
     )
     pools.create_resource_pool()
-    actor_wg = _worker_group(config, role, pools.get_resource_pool(role))
+    groups = _worker_groups(config, roles, pools.get_resource_pool(role))
+    actor_wg, critic_wg = groups[role], groups.get(Role.Critic)
+    if critic_wg is not None:
+        critic_wg.init_model()
     actor_wg.init_model()
     reward_manager = RewardLoopManager(config)
     server_manager = LLMServerManager.create(config, worker_group=actor_wg)
@@ -85,14 +93,36 @@ def build_runtime(config: Any, total_training_steps: int) -> Runtime:
         n_devices=n_devices,
         # The FSDP engine is data parallel over every rank.
         dp_size=n_devices,
+        critic_wg=critic_wg,
     )
 
 
-def _worker_group(config: Any, role: Role, pool: Any) -> Any:
+def _worker_groups(config: Any, roles: list[Role], pool: Any) -> dict[Role, Any]:
+    """One view per role of the processes that host all of them."""
+    workers = {str(role): _worker(config, role) for role in roles}
+    group = RayWorkerGroup(
+        resource_pool=pool,
+        ray_cls_with_init=create_colocated_worker_cls(workers),
+        device_name=config.trainer.device,
+        call_timeout_s=float(config.trainer.call_timeout_s),
+        worker_env={COLLECTIVE_TIMEOUT_ENV: str(config.actor_rollout_ref.nccl_timeout), **_table_env(config)},
+    )
+    views = group.spawn(set(workers))
+    return {role: views[str(role)] for role in roles}
+
+
+def _table_env(config: Any) -> dict[str, str]:
+    """Tells the workers which table is this run's, when the configuration names one (runs that share a cluster)."""
+    namespace = config.transfer_queue.get("namespace")
+    return {NAMESPACE_ENV: str(namespace)} if namespace else {}
+
+
+def _worker(config: Any, role: Role) -> RayClassWithInitArgs:
+    if role is Role.Critic:
+        from rlflow.workers.critic_worker import CriticWorker
+
+        response_length = config.actor_rollout_ref.rollout.response_length
+        return RayClassWithInitArgs(cls=CriticWorker, config=config.critic, response_length=response_length)
     from rlflow.workers.engine_workers import ActorRolloutRefWorker
 
-    name = str(role)
-    worker = RayClassWithInitArgs(cls=ActorRolloutRefWorker, config=config.actor_rollout_ref, role=name)
-    colocated = create_colocated_worker_cls({name: worker})
-    group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=colocated, device_name=config.trainer.device)
-    return group.spawn({name})[name]
+    return RayClassWithInitArgs(cls=ActorRolloutRefWorker, config=config.actor_rollout_ref, role=str(role))

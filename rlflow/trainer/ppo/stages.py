@@ -14,6 +14,7 @@ import rlflow.transfer_queue as tq
 from rlflow.trainer.ppo import advantage, metric_utils
 from rlflow.trainer.ppo.batching import partition_of, real_rows
 from rlflow.trainer.ppo.core_algos import agg_loss
+from rlflow.trainer.ppo.row_metrics import compute_row_metrics
 from rlflow.transfer_queue import KVBatchMeta
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ContractError, RewardError
@@ -65,6 +66,12 @@ def compute_ref_log_prob(trainer: PPOTrainer, batch: KVBatchMeta) -> KVBatchMeta
     return batch
 
 
+def compute_values(trainer: PPOTrainer, batch: KVBatchMeta) -> KVBatchMeta:
+    """Writes `values`."""
+    trainer.runtime.critic_wg.compute_values(_with_options(batch))
+    return batch
+
+
 def compute_advantage(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
     """Writes `advantages` and `returns`, and the data metrics of the batch."""
     _refuse_a_step_without_rewards(batch)
@@ -105,24 +112,35 @@ def _refuse_a_step_without_rewards(batch: KVBatchMeta) -> None:
         )
 
 
+def update_critic(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> None:
+    """One pass (or `ppo_epochs`) of mini-batch updates of the critic over the batch."""
+    options = _update_options(trainer.config.critic, trainer.config.actor_rollout_ref.rollout.n)
+    output = trainer.runtime.critic_wg.update_critic(_with_options(batch, **options))
+    merge_worker_metrics(metrics, tu.get(output, "metrics"), "critic")
+
+
 def update_actor(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> None:
-    """One pass (or `ppo_epochs`) of mini-batch updates over the batch."""
+    """One pass (or `ppo_epochs`) of mini-batch updates of the policy over the batch."""
     actor = trainer.config.actor_rollout_ref.actor
     rollout = trainer.config.actor_rollout_ref.rollout
-    rows = actor.ppo_mini_batch_size * rollout.n
-    output = trainer.runtime.actor_wg.update_actor(
-        _with_options(
-            batch,
-            calculate_entropy=bool(actor.calculate_entropy or actor.entropy_coeff != 0),
-            global_batch_size=rows,
-            mini_batch_size=rows,
-            epochs=actor.ppo_epochs,
-            seed=actor.data_loader_seed,
-            dataloader_kwargs={"shuffle": bool(actor.shuffle)},
-            temperature=rollout.temperature,
-        )
-    )
+    options = _update_options(actor, rollout.n) | {
+        "calculate_entropy": bool(actor.calculate_entropy or actor.entropy_coeff != 0),
+        "temperature": rollout.temperature,
+    }
+    output = trainer.runtime.actor_wg.update_actor(_with_options(batch, **options))
     merge_worker_metrics(metrics, tu.get(output, "metrics"), "actor")
+
+
+def _update_options(node: Any, sessions: int) -> dict[str, Any]:
+    """How the workers go over a batch by the `actor` or `critic` node; `sessions` rows a prompt."""
+    rows = node.ppo_mini_batch_size * sessions
+    return {
+        "global_batch_size": rows,
+        "mini_batch_size": rows,
+        "epochs": node.ppo_epochs,
+        "seed": node.data_loader_seed,
+        "dataloader_kwargs": {"shuffle": bool(node.shuffle)},
+    }
 
 
 def merge_worker_metrics(metrics: Metrics, reported: dict[str, Any], prefix: str) -> None:
@@ -140,8 +158,10 @@ def merge_worker_metrics(metrics: Metrics, reported: dict[str, Any], prefix: str
 def compute_step_metrics(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics, timing: dict[str, float]) -> None:
     """What is known once the step is over: progress, turns, timing and throughput."""
     rows = real_rows(batch)
-    data = tq.kv_batch_get([batch.keys[row] for row in rows], partition_of(batch), ["num_turns"])
+    names, optional = ["num_turns", "metrics", "extra_fields"], ("metrics", "extra_fields")
+    data = tq.kv_batch_get([batch.keys[row] for row in rows], partition_of(batch), names, missing_ok=optional)
     metrics.update(metric_utils.spread("training/num_turns", torch.as_tensor(tu.get(data, "num_turns"))))
+    metrics.update(compute_row_metrics([batch.keys[row] for row in rows], [batch.tags[row] for row in rows], data))
     response_tokens = sum(int(batch.tags[row]["response_len"]) for row in rows)
     all_tokens = sum(int(tag["seq_len"]) for tag in batch.tags)
     metrics.update(metric_utils.compute_timing_metrics(timing, response_tokens, all_tokens))

@@ -1,6 +1,7 @@
 """The loop of a PPO-style run.
 
-    sample -> balance -> old log-probs -> [reference log-probs] -> advantage -> update actor -> weight sync
+    sample -> balance -> old log-probs -> [reference log-probs] -> [values] -> advantage -> [update critic]
+           -> update actor -> weight sync
 
 `PPOTrainer` holds no model and, outside the advantage, no tensors of the batch: a batch is a `KVBatchMeta` (keys and
 tags), its fields live in the TransferQueue, and worker groups read and write them by name. The three modes (sync,
@@ -27,9 +28,9 @@ import rlflow.transfer_queue as tq
 from rlflow.observe.feed import notice
 from rlflow.observe.recorder import RunRecorder, StageRecord
 from rlflow.observe.tracking import Tracking
-from rlflow.trainer.ppo import batching, stages
+from rlflow.trainer.ppo import batching, record, stages
+from rlflow.trainer.ppo.best import mark_best
 from rlflow.trainer.ppo.checkpointing import (
-    checkpoint_root,
     commit_checkpoint,
     load_trainer_checkpoint,
     prepare_checkpoint,
@@ -37,14 +38,15 @@ from rlflow.trainer.ppo.checkpointing import (
 from rlflow.trainer.ppo.core_algos import get_kl_controller
 from rlflow.trainer.ppo.dumps import DumpWriter
 from rlflow.trainer.ppo.feed import PromptFeed
-from rlflow.trainer.ppo.field_table import StageFields, check_stage_table, stage_table
+from rlflow.trainer.ppo.field_table import StageFields
 from rlflow.trainer.ppo.metric_utils import marked_timer
 from rlflow.trainer.ppo.replay_buffer import ReplayBuffer, uid_of
 from rlflow.trainer.ppo.runtime import Runtime, build_runtime
-from rlflow.trainer.ppo.utils import need_reference_policy
+from rlflow.trainer.ppo.stall import Pulse
+from rlflow.trainer.ppo.trajectories import write_trajectories
+from rlflow.trainer.ppo.utils import need_critic, need_reference_policy, run_folder
 from rlflow.trainer.ppo.validation import validate
 from rlflow.transfer_queue import KVBatchMeta
-from rlflow.utils.errors import ContractError
 from rlflow.utils.import_utils import load_extern_object
 from rlflow.utils.metric import reduce_metrics
 
@@ -86,64 +88,40 @@ class PPOTrainer(ABC):  # noqa: B024
     feed: PromptFeed
     agent_loop_manager: Any
     logger: Tracking | None = None
-    recorder: RunRecorder | None = None
 
     def __init__(self, config: Any) -> None:
         self.config = config
         self.use_reference_policy = need_reference_policy(config)
+        self.use_critic = need_critic(config)
         algorithm = config.algorithm
         self.kl_controller = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
         self.replay_buffer = self._build_replay_buffer()
+        self.recorder = RunRecorder(run_folder(config))
         self.global_steps = 0
         self.stage_fields: dict[str, StageFields] = {}
         self._open_prompts: dict[str, str] = {}
+        self._pulse = Pulse()
         self.on_progress: Callable[[int, int], None] | None = None
 
     # ----- set-up -------------------------------------------------------------------------------------------------
 
     def init(self) -> None:
         """Build data, processes and servers, resume from a checkpoint, give the servers their first weights."""
-        self.recorder = RunRecorder(checkpoint_root(self.config))
         self.feed = PromptFeed(self.config)
         self.runtime = build_runtime(self.config, self.feed.total_training_steps)
         self.dumps = DumpWriter(self.runtime.tokenizer)
-        self.stage_fields = self._declared_stages()
+        self.stage_fields = record.declared_stages(self)
         self.runtime.checkpoint_manager.sleep_replicas()
         self.global_steps = load_trainer_checkpoint(self)
-        self._open_record()
+        record.open_record(self)
         self.on_init_end()
-
-    def _declared_stages(self) -> dict[str, StageFields]:
-        runtime = self.runtime
-        groups = {"actor": runtime.actor_wg, "ref": runtime.ref_policy_wg, "critic": runtime.critic_wg}
-        stages = stage_table(
-            {role: group.worker_cls for role, group in groups.items() if group is not None},
-            with_log_probs=bool(self.config.actor_rollout_ref.rollout.calculate_log_probs),
-            kl_in_reward=self.kl_controller is not None,
-        )
-        check_stage_table(stages)
-        return {stage.stage: stage for stage in stages}
-
-    def _open_record(self) -> None:
-        import rlflow
-
-        assert self.recorder is not None
-        self.recorder.open(
-            self.global_steps,
-            config_text(self.config),
-            fresh=not self.config.trainer.val_only,
-            rlflow=rlflow.__version__,
-            total_steps=self.feed.total_training_steps,
-            world_size=self.runtime.n_devices,
-            stages=[stage.as_dict() for stage in self.stage_fields.values()],
-        )
 
     def close(self, exit_code: int, reason: str | None = None) -> None:
         """End trackers and journal; a second call does nothing."""
+        # The journal first: it takes no time, and a tracker may wait for its server.
+        self.recorder.end(self.global_steps, exit_code, reason)
         if self.logger is not None:
             self.logger.finish(exit_code=exit_code)
-        if self.recorder is not None:
-            self.recorder.end(self.global_steps, exit_code, reason)
 
     def get_llm_client(self) -> Any:
         """The client agent loops generate with."""
@@ -181,21 +159,11 @@ class PPOTrainer(ABC):  # noqa: B024
     def _prompt_ended(self, partition: str, uid: str, tag: dict[str, Any]) -> None:
         if partition == "train" and uid in self._open_prompts:
             self._open_prompts[uid] = str(tag.get("failed") or "its sessions left no trajectory")
-        if self.recorder is not None:
-            self.recorder.finished(self.global_steps, partition, uid, tag)
+        self.recorder.finished(self.global_steps, partition, uid, tag)
 
     def _describe_running(self) -> list[str]:
         """Lines for a stall report; raises when no agent-loop worker is left."""
-        status = getattr(self.agent_loop_manager, "status", None)
-        if status is None:
-            return []
-        report = status()
-        lines = [
-            f"running: {item['uid']}, session {item['session']}, on agent worker {item['worker']}, "
-            f"{item['phase']} for {item['phase_s']:.0f} s (age {item['age_s']:.0f} s)"
-            for item in report["running"]
-        ]
-        return lines + [f"worker {w['index']}: {w['problem']}" for w in report["workers"] if w["problem"]]
+        return self._pulse.lines(self.agent_loop_manager, self.runtime)
 
     # ----- hooks of the modes ---------------------------------------------------------------------------------------
 
@@ -256,7 +224,7 @@ class PPOTrainer(ABC):  # noqa: B024
         last = self.global_steps >= self.feed.total_training_steps
         metrics: Metrics = {}
         timing: dict[str, float] = {}
-        self._recorder.begin_step()
+        self.recorder.begin_step()
         pending = None
         with marked_timer("step", timing):
             self.on_step_begin()
@@ -274,6 +242,8 @@ class PPOTrainer(ABC):  # noqa: B024
             # A failure here loses no training: what was prepared is whole.
             if pending is not None:
                 commit_checkpoint(self, pending, metrics)
+        if pending is None:
+            mark_best(run_folder(self.config), self.global_steps, metrics, saved=False, config=self.config)
 
     def _report_step(self, batch: KVBatchMeta, metrics: Metrics, timing: dict[str, float]) -> None:
         """Numbers, dumps and journal of a step; after it the step's rows are gone."""
@@ -281,27 +251,22 @@ class PPOTrainer(ABC):  # noqa: B024
         folder = self.config.trainer.rollout_data_dir
         if folder:
             self.dumps.write_training(folder, self.global_steps, batch)
+        write_trajectories(self, batch)
         tq.kv_clear(batch.keys, batching.partition_of(batch))
         uids = list(dict.fromkeys(uid_of(batch.keys[row]) for row in batching.real_rows(batch)))
-        self._recorder.trained(self.global_steps, uids, len(batch), version=self.global_steps)
+        self.recorder.trained(self.global_steps, uids, len(batch), version=self.global_steps)
         for uid in uids:
             self._open_prompts.pop(uid, None)
         for uid, reason in self._open_prompts.items():
-            self._recorder.dropped(self.global_steps, [uid], reason)
+            self.recorder.dropped(self.global_steps, [uid], reason)
         self._open_prompts = {}
         self._log(metrics)
 
     def _log(self, metrics: Metrics) -> None:
         assert self.logger is not None
         numbers = reduce_metrics(metrics)
-        self._recorder.log(self.global_steps, numbers)
+        self.recorder.log(self.global_steps, numbers)
         self.logger.log(numbers, step=self.global_steps)
-
-    @property
-    def _recorder(self) -> RunRecorder:
-        if self.recorder is None:
-            raise ContractError("the trainer was not set up: call init() before fit()")
-        return self.recorder
 
     @contextmanager
     def _stage(self, name: str, timing: dict[str, float], batch: KVBatchMeta | None = None) -> Iterator[None]:
@@ -311,7 +276,7 @@ class PPOTrainer(ABC):  # noqa: B024
             yield
         fields = self.stage_fields.get(name, StageFields(name, "", ""))
         after_update = name in ("update_weights", "save_checkpoint", "testing")
-        self._recorder.stage(
+        self.recorder.stage(
             self.global_steps,
             StageRecord(
                 stage=name,
@@ -345,16 +310,31 @@ class PPOTrainer(ABC):  # noqa: B024
         if self.use_reference_policy:
             with self._stage("ref", timing, batch):
                 batch = self._compute_ref_log_prob(batch, metrics)
+        if self.use_critic:
+            with self._stage("values", timing, batch):
+                batch = self._compute_values(batch, metrics)
         with self._stage("adv", timing, batch):
             batch = self._compute_advantage(batch, metrics)
-        if self.config.trainer.critic_warmup <= self.global_steps:
+        if self.use_critic:
+            with self._stage("update_critic", timing, batch):
+                self._update_critic(batch, metrics)
+        if self._updates_actor():
             with self._stage("update_actor", timing, batch):
                 self._update_actor(batch, metrics)
         return batch
 
+    def _updates_actor(self) -> bool:
+        """Whether this step trains the policy, or the critic only."""
+        return self.config.trainer.critic_warmup <= self.global_steps
+
     def _balance_batch(self, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
-        mini_rows = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        multiple = batching.required_multiple(self.runtime.dp_size, mini_rows)
+        sessions = self.config.actor_rollout_ref.rollout.n
+        mini_rows = []
+        if self._updates_actor():
+            mini_rows.append(self.config.actor_rollout_ref.actor.ppo_mini_batch_size * sessions)
+        if self.use_critic:
+            mini_rows.append(self.config.critic.ppo_mini_batch_size * sessions)
+        multiple = batching.required_multiple(self.runtime.dp_size, *mini_rows)
         batch = batching.pad_batch(batch, multiple, self.runtime.eos_token_id, self.global_steps)
         return batching.balance(batch, self.runtime.dp_size, metrics)
 
@@ -364,8 +344,14 @@ class PPOTrainer(ABC):  # noqa: B024
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
         return stages.compute_ref_log_prob(self, batch)
 
+    def _compute_values(self, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
+        return stages.compute_values(self, batch)
+
     def _compute_advantage(self, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
         return stages.compute_advantage(self, batch, metrics)
+
+    def _update_critic(self, batch: KVBatchMeta, metrics: Metrics) -> None:
+        stages.update_critic(self, batch, metrics)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: Metrics) -> None:
         stages.update_actor(self, batch, metrics)
@@ -381,7 +367,7 @@ class PPOTrainer(ABC):  # noqa: B024
         version = self.global_steps - 1 if partition == "train" else self.global_steps
         if partition == "train":
             self._open_prompts.update(dict.fromkeys(uids, "its end was not seen"))
-        self._recorder.issued(self.global_steps, partition, uids, sessions, version)
+        self.recorder.issued(self.global_steps, partition, uids, sessions, version)
         self.agent_loop_manager.generate_sequences(batch)
 
     def _validate(self) -> Metrics:
@@ -391,14 +377,5 @@ class PPOTrainer(ABC):  # noqa: B024
         finally:
             self.on_validate_end()
         core = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
-        self._recorder.event("validated", self.global_steps, metrics=core)
+        self.recorder.event("validated", self.global_steps, metrics=core)
         return metrics
-
-
-def config_text(config: Any) -> str:
-    """The resolved configuration as YAML, without secrets."""
-    from omegaconf import OmegaConf
-
-    from rlflow.utils.redact import redact
-
-    return OmegaConf.to_yaml(OmegaConf.create(redact(OmegaConf.to_container(config, resolve=True))))

@@ -14,7 +14,7 @@ class PPOTrainerSync(PPOTrainer):
     def on_init_end(self) -> None:
         """The servers start with no weights of their own: send the actor's."""
         receipt = self.runtime.checkpoint_manager.update_weights(self.global_steps)
-        self._recorder.weights(self.global_steps, receipt or {})
+        self.recorder.weights(self.global_steps, receipt or {})
 
     def on_sample_end(self) -> None:
         """Free the servers' memory for training."""
@@ -24,5 +24,5 @@ class PPOTrainerSync(PPOTrainer):
         """The next step samples from the weights of this one."""
         with self._stage("update_weights", timing):
             receipt = self.runtime.checkpoint_manager.update_weights(self.global_steps) or {}
-        self._recorder.weights(self.global_steps, receipt)
+        self.recorder.weights(self.global_steps, receipt)
         metrics.update({f"weight_sync/{name}": value for name, value in receipt.items()})

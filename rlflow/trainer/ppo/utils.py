@@ -1,13 +1,20 @@
-"""Roles of worker groups, and which of them a configuration needs."""
+"""What the parts of the trainer share: roles of worker groups, which of them a configuration needs, the run folder."""
 
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from rlflow.config.checks import need_reference_policy
+from rlflow.config.critic import need_critic
 
-__all__ = ["Role", "need_critic", "need_reference_policy"]
+__all__ = ["Role", "need_critic", "need_reference_policy", "run_folder"]
+
+
+def run_folder(config: Any) -> Path:
+    """`trainer.default_local_dir`, absolute: where checkpoints and records of the run lie."""
+    return Path(config.trainer.default_local_dir).expanduser().resolve()
 
 
 class Role(Enum):
@@ -46,8 +53,3 @@ _ROLE_NAMES = {
     Role.Env: "env",
     Role.TeacherModel: "teacher",
 }
-
-
-def need_critic(config: Any) -> bool:
-    """Only GAE needs values."""
-    return bool(config.algorithm.adv_estimator == "gae")

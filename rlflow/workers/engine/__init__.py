@@ -11,6 +11,7 @@ _HOMES = {
     "EngineRegistry": "rlflow.workers.engine.registry",
     "FSDPEngine": "rlflow.workers.engine.fsdp.engine",
     "FSDPEngineWithLMHead": "rlflow.workers.engine.fsdp.engine",
+    "FSDPEngineWithValueHead": "rlflow.workers.engine.fsdp.engine",
 }
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from rlflow.single_controller.base import WorkerContext
-from rlflow.utils.device import get_device_name, get_nccl_backend, get_torch_device
+from rlflow.utils.determinism import determinism_seed, enable_full_determinism, is_full_determinism
+from rlflow.utils.device import COLLECTIVE_TIMEOUT_ENV, get_device_name, get_nccl_backend, get_torch_device
 
+COLLECTIVE_TIMEOUT_S = 600.0
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -22,6 +25,8 @@ def prepare_process(context: WorkerContext) -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit():
         torch.set_num_threads(int(threads))
+    if is_full_determinism():
+        enable_full_determinism(determinism_seed())
     if get_device_name() != "cpu":
         get_torch_device().set_device(context.device_index)
     ensure_process_group(context)
@@ -38,7 +43,18 @@ def ensure_process_group(context: WorkerContext | None = None) -> None:
     if context is None and all(os.environ.get(name) for name in _RENDEZVOUS):
         context = WorkerContext.from_env()
     if context is None or context.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_collective_timeout())
         return
     method = os.environ.get("DIST_INIT_METHOD") or f"tcp://{context.master_addr}:{context.master_port}"
-    dist.init_process_group(backend, init_method=method, rank=context.rank, world_size=context.world_size)
+    dist.init_process_group(
+        backend,
+        init_method=method,
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=_collective_timeout(),
+    )
+
+
+def _collective_timeout() -> timedelta:
+    """How long a rank waits for its peers; the worker group says it (`actor_rollout_ref.nccl_timeout`)."""
+    return timedelta(seconds=float(os.environ.get(COLLECTIVE_TIMEOUT_ENV) or COLLECTIVE_TIMEOUT_S))

@@ -13,10 +13,11 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rlflow.utils.errors import ConfigError, DeadlineError
-from rlflow.utils.ray_utils import auto_await, ray_await
+from rlflow.utils.ray_utils import auto_await, ray_await, ray_get
 from rlflow.workers.rollout.base import RolloutError, SamplingParams, TokenOutput, token_budget
 from rlflow.workers.rollout.load_balancer import GlobalRequestLoadBalancer
 from rlflow.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
@@ -59,6 +60,8 @@ class LLMServerClient:
         video_data: Any = None,
         audio_data: Any = None,
         mm_processor_kwargs: Any = None,
+        session: str | None = None,
+        turn: int = 0,
         **kwargs: Any,
     ) -> TokenOutput:
         """Continue a prompt.
@@ -66,6 +69,7 @@ class LLMServerClient:
         Args:
             request_id: the conversation; its calls go to one server.
             sampling_params: see `SamplingParams`; not changed.
+            session, turn: the announced session whose request number `turn` this is; it decides the server then.
 
         Raises:
             ContractError: bad parameters or prompt, or a server without usable weights.
@@ -86,7 +90,8 @@ class LLMServerClient:
             "audio_data": audio_data,
             "mm_processor_kwargs": mm_processor_kwargs,
         }
-        extra = {key: value for key, value in {**media, **kwargs}.items() if value is not None}
+        place = {} if session is None else {"session": session, "turn": turn}
+        extra = {key: value for key, value in {**media, **kwargs, **place}.items() if value is not None}
         deadline = time.monotonic() + self._timeout_s
         while True:
             left = deadline - time.monotonic()
@@ -103,6 +108,30 @@ class LLMServerClient:
                 output.extra_fields.setdefault("max_global_steps", version)
                 return output
 
+    def announce_sessions(self, sessions: Sequence[str], keep: Collection[str]) -> None:
+        """Tell the servers which sessions are about to begin, in the order in which their requests are to be served.
+
+        Blocks until all servers know. Each session must be ended with `end_session`.
+
+        Args:
+            sessions: names `{uid}_{number}`.
+            keep: prompts (uids) of earlier announcements that still run; sessions of others are forgotten.
+        """
+        parts = ray_get(
+            self._balancer.announce_sessions.remote(list(sessions)),
+            what="the rollout load balancer",
+            timeout_s=_BALANCER_TIMEOUT_S,
+        )
+        ray_get(
+            [server.announce_sessions.remote(part, list(keep)) for server, part in parts.values()],
+            what=f"{len(parts)} rollout servers to take the announcement of {len(sessions)} sessions",
+            timeout_s=_BALANCER_TIMEOUT_S,
+        )
+
+    def end_session(self, session: str) -> None:
+        """An announced session makes no more requests. Does not wait."""
+        self._balancer.end_session.remote(session)
+
     async def _try(
         self,
         request_id: str,
@@ -116,7 +145,7 @@ class LLMServerClient:
         from ray.exceptions import RayActorError
 
         call_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
-        server_id, server = await self._acquire(request_id, tokens, call_id, timeout_s)
+        server_id, server = await self._acquire(extra.get("session", request_id), tokens, call_id, timeout_s)
         answered = False
         try:
             output = await ray_await(

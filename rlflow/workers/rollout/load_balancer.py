@@ -4,6 +4,8 @@ Invariants
     - Load is tokens in flight (prompt plus the most that may be generated), so one long request outweighs many short.
     - All calls of one conversation (`request_id`) go to one server while it is there.
     - A lease that its client does not give back, because it died, expires.
+    - An announced session has its server from the announcement to its end, whatever the load: each server gets a
+      contiguous block of an announcement, so that the sessions of a prompt share its prefill.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class GlobalRequestLoadBalancer:
         self._servers = dict(servers)
         self._max_cache_size = max_cache_size
         self._sticky: OrderedDict[str, str] = OrderedDict()
+        self._announced: dict[str, str] = {}
         self._leases: OrderedDict[str, tuple[str, int, float]] = OrderedDict()  # id -> (server, tokens, expiry)
         self._tokens: Counter[str] = Counter()
 
@@ -38,7 +41,8 @@ class GlobalRequestLoadBalancer:
     ) -> tuple[str, Any]:
         """Lease a server for a request of `tokens` tokens (prompt + new): (server id, handle).
 
-        The conversation's server if it is still there, else the one with the fewest tokens in flight.
+        The conversation's (or announced session's) server if it is still there, else the one with the fewest tokens in
+        flight.
 
         Raises:
             RuntimeError: no server is left.
@@ -46,7 +50,7 @@ class GlobalRequestLoadBalancer:
         self._expire()
         if not self._servers:
             raise RuntimeError("No available servers in load balancer")
-        server_id = self._sticky.get(request_id)
+        server_id = self._announced.get(request_id) or self._sticky.get(request_id)
         if server_id not in self._servers:
             server_id = min(self._servers, key=lambda s: self._tokens[s])  # the first among equals
         assert server_id is not None
@@ -57,6 +61,28 @@ class GlobalRequestLoadBalancer:
         self._leases[lease_id or f"anonymous-{uuid.uuid4().hex}"] = (server_id, tokens, time.monotonic() + lease_s)
         self._tokens[server_id] += tokens
         return server_id, self._servers[server_id]
+
+    def announce_sessions(self, sessions: Sequence[str]) -> dict[str, tuple[Any, list[str]]]:
+        """Divide sessions that are about to begin among the servers: {server id: (handle, its sessions)}, all servers.
+
+        Raises:
+            RuntimeError: no server is left.
+        """
+        if not self._servers:
+            raise RuntimeError("No available servers in load balancer")
+        ids = list(self._servers)
+        parts: dict[str, list[str]] = {server_id: [] for server_id in ids}
+        for place, session in enumerate(sessions):
+            server_id = ids[place * len(ids) // len(sessions)]
+            parts[server_id].append(session)
+            self._announced[session] = server_id
+        return {server_id: (self._servers[server_id], part) for server_id, part in parts.items()}
+
+    def end_session(self, session: str) -> None:
+        """An announced session is over; its server is told. Unknown ones are ignored."""
+        server = self._servers.get(self._announced.pop(session, ""))
+        if server is not None:
+            server.end_session.remote(session)
 
     def release_server(self, server_id: str, lease_id: str | None = None) -> None:
         """Give a lease back; without `lease_id` the oldest one of that server. Unknown ones are ignored."""

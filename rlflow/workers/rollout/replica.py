@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 LAUNCH_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 300.0
+_ALL_CALLS = 1_000_000
+# A server that does not stop by itself is killed.
+STOP_TIMEOUT_S = 5.0
 
 
 class RolloutMode(Enum):
@@ -70,11 +73,15 @@ class RolloutReplica(ABC):
             )
         self.nnodes = self.world_size // self.gpus_per_replica_node
         self.max_concurrency = max(1000, int(config.max_num_seqs) + 16)
+        if config.get("full_determinism", False):
+            # A round waits for a request of every session, so none may wait outside the server for its turn.
+            self.max_concurrency = _ALL_CALLS
         # Replicas that share this one's node and so its cores; the manager sets it before launch.
         self.replicas_on_node = 1
         self.rollout_mode: RolloutMode | None = None
         self.workers: list[Any] = []
         self.servers: list[Any] = []
+        self.pids: list[int] = []  # of the servers, for messages; an engine that does not know leaves it empty
         self.resource_pool: Any = None
         self.bundle_indices: list[int] = []
         self._server_handle: Any = None
@@ -169,7 +176,7 @@ class RolloutReplica(ABC):
         servers, self.servers, self._server_handle = self.servers, [], None
         for server in servers:
             try:
-                await ray_await(server.shutdown.remote(), what="a rollout server to stop", timeout_s=30.0)
+                await ray_await(server.shutdown.remote(), what="a rollout server to stop", timeout_s=STOP_TIMEOUT_S)
             except (RayError, TimeoutError) as error:
                 logger.debug("replica %d did not stop by itself: %s", self.replica_rank, error)
             ray.kill(server)

@@ -38,6 +38,59 @@ def test_grpo_gives_the_measured_advantages(by_std: bool) -> None:
     close(returns, expected["returns"])
 
 
+def test_gae_gives_the_measured_advantages_and_returns() -> None:
+    expected = GOLDEN["advantages"]["gae gamma=.9 lam=.8"]
+    advantages, returns = core_algos.get_adv_estimator_fn("gae")(
+        token_level_rewards=tensor("token_level_rewards"),
+        values=tensor("values"),
+        response_mask=tensor("response_mask"),
+        index=INPUTS["index"],
+        gamma=0.9,
+        lam=0.8,
+    )
+    close(advantages, expected["advantages"])
+    close(returns, expected["returns"])
+
+
+def test_gae_steps_over_tokens_that_the_policy_did_not_write() -> None:
+    rewards, values = torch.rand(1, 6), torch.rand(1, 6)
+    mask = torch.tensor([[1.0, 1, 0, 0, 1, 0]])
+    rewards[0, 2], values[0, 3] = 7.0, float("nan")
+    dense = mask[0].bool()
+    options = {"gamma": 0.9, "lam": 0.7}
+    with_tools, with_returns = core_algos.compute_gae_advantage_return(rewards, values, mask, **options)
+    without, returns = core_algos.compute_gae_advantage_return(
+        rewards[:, dense], values[:, dense], torch.ones(1, 3), **options
+    )
+    close(with_tools[:, dense], without.tolist())
+    close(with_returns[:, dense], returns.tolist())
+
+
+def test_whitening_and_its_edges() -> None:
+    close(core_algos.aggregate.masked_whiten(tensor("log_prob"), tensor("response_mask")), GOLDEN["prims"]["whiten"])
+    one = torch.tensor([[3.0, float("nan")]])
+    assert core_algos.aggregate.masked_whiten(one, torch.tensor([[1.0, 0.0]]))[0, 0] == 0
+    assert torch.isfinite(core_algos.aggregate.masked_whiten(torch.ones(2, 2), torch.zeros(2, 2))).all()
+
+
+def test_value_loss_against_the_measured_one_and_by_hand() -> None:
+    values, mask = tensor("values"), tensor("response_mask")
+    vpreds = (values + 0.7).requires_grad_()
+    loss, clipfrac = core_algos.compute_value_loss(vpreds, torch.ones_like(values), values, mask, cliprange_value=0.5)
+    assert loss.item() == pytest.approx(GOLDEN["value_loss"]["loss"], abs=1e-6)
+    assert clipfrac.item() == pytest.approx(GOLDEN["value_loss"]["clipfrac"], abs=1e-6)
+    loss.backward()
+    assert not vpreds.grad[mask == 0].any()
+    # Where clipping makes the error larger, the prediction has moved far enough and gets no gradient.
+    moved = (values + 0.5 - 1).square() > (values + 0.7 - 1).square()
+    assert not vpreds.grad[moved].any() and vpreds.grad[~moved & (mask == 1)].all()
+
+    row = {"vpreds": [[1.0, 2.0]], "values": [[0.0, 2.0]], "returns": [[2.0, 0.0]]}
+    by_hand = {name: torch.tensor(value) for name, value in row.items()}
+    loss, clipfrac = core_algos.compute_value_loss(**by_hand, response_mask=torch.ones(1, 2), cliprange_value=0.5)
+    assert (loss.item(), clipfrac.item()) == (1.5625, 0.5)
+
+
 @pytest.mark.parametrize("weight", [None, 0.5])
 def test_vanilla_loss_gradient_and_metrics(weight: float | None) -> None:
     expected = GOLDEN["policy_loss"]["vanilla" if weight is None else "vanilla is_weights=0.5"]

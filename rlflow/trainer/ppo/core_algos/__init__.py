@@ -15,6 +15,7 @@ and select it with `algorithm.adv_estimator=mine`. One file a family; adding an 
 from __future__ import annotations
 
 from rlflow.trainer.ppo.core_algos.aggregate import agg_loss
+from rlflow.trainer.ppo.core_algos.gae import compute_gae_advantage_return
 from rlflow.trainer.ppo.core_algos.group_relative import compute_grpo_outcome_advantage
 from rlflow.trainer.ppo.core_algos.group_stats import GroupStats, group_stats
 from rlflow.trainer.ppo.core_algos.kl import (
@@ -24,6 +25,7 @@ from rlflow.trainer.ppo.core_algos.kl import (
     kl_penalty,
     kl_penalty_forward,
 )
+from rlflow.trainer.ppo.core_algos.losses.value import compute_value_loss
 from rlflow.trainer.ppo.core_algos.losses.vanilla import compute_policy_loss_vanilla
 from rlflow.trainer.ppo.core_algos.registry import (
     ADV_ESTIMATOR_REGISTRY,
@@ -45,8 +47,10 @@ __all__ = [
     "GroupStats",
     "PolicyLossFn",
     "agg_loss",
+    "compute_gae_advantage_return",
     "compute_grpo_outcome_advantage",
     "compute_policy_loss_vanilla",
+    "compute_value_loss",
     "get_adv_estimator_fn",
     "get_kl_controller",
     "get_policy_loss_fn",

@@ -23,6 +23,17 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
     return masked_sum(values, mask, axis) / (count + 1e-8)
 
 
+def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Values shifted and scaled to mean 0 and sample variance 1 (n - 1) where the mask is set.
+
+    Everything is shifted and scaled, also outside the mask. A single valid value becomes 0.
+    """
+    mean = masked_mean(values, mask)
+    count = mask.sum()
+    variance = masked_mean((values - mean).square(), mask) * count / (count - 1).clamp(min=1)
+    return (values - mean) * torch.rsqrt(variance + 1e-8)
+
+
 def agg_loss(
     loss_mat: Tensor,
     loss_mask: Tensor,

@@ -25,6 +25,7 @@ POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
 class AdvantageEstimator(StrEnum):
     """Names of the built-in estimators; a member equals its string."""
 
+    GAE = "gae"
     GRPO = "grpo"
 
 

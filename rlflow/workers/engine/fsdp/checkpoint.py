@@ -29,19 +29,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from rlflow.checkpoint.shards import FORMAT, ShardReader, read_json, write_json, write_tensors
 from rlflow.utils.device import get_device_name, get_torch_device
 from rlflow.utils.errors import CheckpointError
 from rlflow.workers.engine.fsdp.export import hf_name
-from rlflow.workers.engine.fsdp.model import PolicyModel, reshard
-from rlflow.workers.engine.fsdp.shards import (
-    FORMAT,
-    ShardReader,
-    local_part,
-    read_json,
-    save_shards,
-    write_json,
-    write_tensors,
-)
+from rlflow.workers.engine.fsdp.model import PackedModel, reshard
+from rlflow.workers.engine.fsdp.shards import local_part, read_into, save_shards
 
 logger = logging.getLogger(__name__)
 
@@ -49,26 +42,26 @@ logger = logging.getLogger(__name__)
 # ---- model and optimizer ---------------------------------------------------------------------------------------------
 
 
-def _named_params(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    for name, param in policy.named_parameters():
+def _named_params(module: PackedModel) -> Iterator[tuple[str, Tensor]]:
+    for name, param in module.named_parameters():
         yield hf_name(name), param
 
 
-def load_model(policy: PolicyModel, folder: Path) -> None:
+def load_model(module: PackedModel, folder: Path) -> None:
     """Read the weights. `CheckpointError` names what is missing or superfluous."""
     with ShardReader(folder) as reader:
-        wanted = dict(_named_params(policy))
+        wanted = dict(_named_params(module))
         missing, extra = sorted(set(wanted) - set(reader.tensors)), sorted(set(reader.tensors) - set(wanted))
         if missing or extra:
             raise CheckpointError(
                 f"{folder} is no checkpoint of this model: it lacks {missing[:4]} and has {extra[:4]} besides"
             )
         for name, param in wanted.items():
-            reader.read_into(name, param)
+            read_into(reader, name, param)
 
 
-def _optimizer_tensors(policy: PolicyModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for name, param in _named_params(policy):
+def _optimizer_tensors(module: PackedModel, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, param in _named_params(module):
         for key, value in sorted(optimizer.state.get(param, {}).items()):
             if isinstance(value, Tensor):
                 if dist.get_world_size() > 1 and value.dim() and not isinstance(value, DTensor):
@@ -79,21 +72,21 @@ def _optimizer_tensors(policy: PolicyModel, optimizer: Optimizer) -> Iterator[tu
                 yield f"{key}/{name}", value
 
 
-def save_optimizer(policy: PolicyModel, optimizer: Optimizer, folder: Path) -> None:
+def save_optimizer(module: PackedModel, optimizer: Optimizer, folder: Path) -> None:
     """Tensors as shards, hyperparameters of the groups and other values as JSON. *Collective.*"""
-    save_shards(_optimizer_tensors(policy, optimizer), folder)
+    save_shards(_optimizer_tensors(module, optimizer), folder)
     if dist.get_rank() == 0:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         values = {
             name: {k: v for k, v in optimizer.state.get(param, {}).items() if not isinstance(v, Tensor)}
-            for name, param in _named_params(policy)
+            for name, param in _named_params(module)
         }
         state = {"class": type(optimizer).__name__, "groups": groups, "values": {k: v for k, v in values.items() if v}}
         write_json(folder / "state.json", state)
 
 
 @torch.no_grad()
-def load_optimizer(policy: PolicyModel, optimizer: Optimizer, folder: Path) -> None:
+def load_optimizer(module: PackedModel, optimizer: Optimizer, folder: Path) -> None:
     """Restore `save_optimizer`. `CheckpointError` when it is the state of another optimizer class."""
     state = read_json(folder / "state.json")
     if state["class"] != type(optimizer).__name__ or len(state["groups"]) != len(optimizer.param_groups):
@@ -103,7 +96,7 @@ def load_optimizer(policy: PolicyModel, optimizer: Optimizer, folder: Path) -> N
         )
     for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
-    params = dict(_named_params(policy))
+    params = dict(_named_params(module))
     optimizer.state.clear()
     with ShardReader(folder) as reader:
         for entry_name, entry in reader.tensors.items():
@@ -118,7 +111,7 @@ def load_optimizer(policy: PolicyModel, optimizer: Optimizer, folder: Path) -> N
                 value = torch.zeros(
                     entry["shape"], dtype=dtype, device=local_part(param).device if on_device else "cpu"
                 )
-            reader.read_into(entry_name, value)
+            read_into(reader, entry_name, value)
             optimizer.state[param][key] = value
     for name, values in state["values"].items():
         optimizer.state[params[name]].update(values)
@@ -185,7 +178,7 @@ def load_extra(scheduler: Any, folder: Path, saved_world_size: int) -> None:
 
 
 def save_state(
-    policy: PolicyModel,
+    module: PackedModel,
     optimizer: Optimizer | None,
     scheduler: Any,
     folder: Path,
@@ -195,12 +188,12 @@ def save_state(
 ) -> None:
     """Write "model", "optimizer" and "extra" of `contents`. *Collective.*"""
     contents = set(contents)
-    reshard(policy)
+    reshard(module)
     folder.mkdir(parents=True, exist_ok=True)
     if "model" in contents:
-        save_shards(_named_params(policy), folder / "model")
+        save_shards(_named_params(module), folder / "model")
     if "optimizer" in contents and optimizer is not None:
-        save_optimizer(policy, optimizer, folder / "optimizer")
+        save_optimizer(module, optimizer, folder / "optimizer")
     if "extra" in contents:
         save_extra(scheduler, folder / "extra")
     if dist.get_rank() == 0:
@@ -215,7 +208,7 @@ def save_state(
 
 
 def load_state(
-    policy: PolicyModel, optimizer: Optimizer | None, scheduler: Any, folder: Path, *, contents: Iterable[str]
+    module: PackedModel, optimizer: Optimizer | None, scheduler: Any, folder: Path, *, contents: Iterable[str]
 ) -> dict[str, Any]:
     """Restore `contents` of what `save_state` wrote; returns its meta data. *Collective.*
 
@@ -234,11 +227,11 @@ def load_state(
             f"{folder} holds {meta['contents']}, but checkpoint.load_contents asks for "
             f"{missing} too; load less, or save more"
         )
-    reshard(policy)
+    reshard(module)
     if "model" in contents:
-        load_model(policy, folder / "model")
+        load_model(module, folder / "model")
     if "optimizer" in contents and optimizer is not None:
-        load_optimizer(policy, optimizer, folder / "optimizer")
+        load_optimizer(module, optimizer, folder / "optimizer")
     if "extra" in contents:
         load_extra(scheduler, folder / "extra", meta["world_size"])
     dist.barrier()

@@ -1,10 +1,14 @@
-"""FSDP engine: a causal LM sharded by torch's fully_shard, over NCCL on GPUs and gloo on CPUs.
+"""FSDP engines: a model sharded by torch's fully_shard, over NCCL on GPUs and gloo on CPUs.
+
+    FSDPEngine                everything but what the model computes
+    FSDPEngineWithLMHead      a policy: log-probs and entropies
+    FSDPEngineWithValueHead   a critic: values
 
 Invariants
     - Weights, gradients and optimizer state are sharded over all ranks of the FSDP mesh, also when there is only one.
     - Gradients are reduced once per mini-batch, in the backward of its last micro-batch; until then they add up locally
       in the reduction dtype.
-    - Log-probs and entropies are fp32 and exist at response tokens only.
+    - Outputs are fp32 and exist at response tokens only.
 """
 
 from __future__ import annotations
@@ -42,8 +46,16 @@ from rlflow.workers.engine.batching import (
 )
 from rlflow.workers.engine.fsdp import checkpoint, export
 from rlflow.workers.engine.fsdp.inputs import ModelInputs, build_inputs, empty_inputs, prompt_keys, response_lengths
-from rlflow.workers.engine.fsdp.model import PolicyModel, build_policy, load_hf_config, reshard
+from rlflow.workers.engine.fsdp.model import (
+    PackedModel,
+    PolicyModel,
+    build_module,
+    load_causal_lm,
+    load_hf_config,
+    reshard,
+)
 from rlflow.workers.engine.fsdp.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
+from rlflow.workers.engine.fsdp.value_model import ValueModel, load_value_config, load_value_model
 from rlflow.workers.engine.process import ensure_process_group
 from rlflow.workers.engine.registry import EngineRegistry
 
@@ -68,10 +80,29 @@ class FSDPEngine(BaseEngine):
         ensure_process_group()
         self.device = get_device()
         self.mesh = self._build_mesh()
-        self.hf_config = load_hf_config(model_config)
-        self.module: PolicyModel
+        self.hf_config = self.load_config()
+        text = self.hf_config.get_text_config()
+        self._linear_work = 6 * int(text.hidden_size)
+        # A prompt that stands for several rows would draw its dropout once instead of once a row.
+        dropouts = (getattr(text, name, 0) for name in ("attention_dropout", "hidden_dropout", "resid_pdrop"))
+        self._may_share = not any(dropouts)
+        self.module: PackedModel
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
+
+    # ---- what a subclass says ------------------------------------------------------------------------------------
+
+    def load_config(self) -> Any:
+        """The transformers config of the model."""
+        return load_hf_config(self.model_config)
+
+    def load_model(self, dtype: torch.dtype, with_weights: bool) -> PackedModel:
+        """The model on the CPU; without weights its parameters are uninitialised memory."""
+        raise NotImplementedError
+
+    def run_model(self, inputs: ModelInputs, options: BatchOptions) -> dict[str, Tensor]:
+        """Outputs by name, fp32 [N] each, one entry a prediction."""
+        raise NotImplementedError
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -90,7 +121,7 @@ class FSDPEngine(BaseEngine):
         manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        self.module = build_policy(self.model_config, self.engine_config, self.hf_config, self.mesh, self.device)
+        self.module = build_module(self.load_model, self.model_config, self.engine_config, self.mesh, self.device)
         self.module.eval()
         if not self.engine_config.forward_only:
             self.optimizer = build_optimizer(self.module.parameters(), self.optimizer_config)
@@ -186,7 +217,11 @@ class FSDPEngine(BaseEngine):
         if forward_only:
             tokens = config.infer_max_token_len_per_gpu or tokens
             rows = config.infer_micro_batch_size_per_gpu or rows
+        # On a CPU matrix products are everything, and a group of n responses repeats its prompt n times; on a GPU long
+        # rows are better served by a variable-length attention kernel, which knows no shared prompts.
+        share = config.get("share_prompts", None)
         return {
+            "share_prompts": self.device.type == "cpu" if share is None else bool(share),
             "use_remove_padding": config.use_remove_padding,
             "use_dynamic_bsz": config.use_dynamic_bsz,
             "max_token_len_per_gpu": tokens,
@@ -195,13 +230,62 @@ class FSDPEngine(BaseEngine):
 
     def split(self, data: TensorDict, options: BatchOptions) -> list[MicroBatch]:
         """The micro-batches of a batch, equally many on all ranks. *Collective.*"""
-        raise NotImplementedError
+        total = tu.nested_lengths(tu.check_jagged(data["input_ids"], "input_ids"))
+        prompts = (total - response_lengths(data).to(total.device)).tolist()
+        return prepare_micro_batches(
+            data,
+            options,
+            dp_group=self.get_data_parallel_group(),
+            prompt_keys=prompt_keys if self._may_share else None,
+            prompt_lengths=prompts,
+            linear_work=self._linear_work,
+        )
 
     def forward_step(
         self, micro: MicroBatch, options: BatchOptions, loss_function: LossFunction | None, counts: LossCounts | None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, dict[str, Any]]:
         """(scalar loss, detached outputs [sum(lengths)] on the CPU, lengths [rows], metrics) of one micro-batch."""
-        raise NotImplementedError
+        if micro.data is None:
+            outputs = self.run_model(empty_inputs(self.device), options)
+            return next(iter(outputs.values())).sum(), {}, torch.zeros(0, dtype=torch.int64), {}
+        inputs = self._inputs(micro, options)
+        outputs = self.run_model(inputs, options)
+        loss: Tensor = torch.zeros((), device=self.device)
+        metrics: dict[str, Any] = {}
+        if loss_function is not None and counts is not None:
+            model_output = {name: tu.nested_from_values(v, inputs.lengths) for name, v in outputs.items()}
+            loss, metrics = loss_function(
+                model_output=model_output,
+                data=self._loss_data(micro, counts),
+                dp_group=self.get_data_parallel_group(),
+            )
+        return loss, {name: value.detach().cpu() for name, value in outputs.items()}, inputs.lengths, metrics
+
+    def _inputs(self, micro: MicroBatch, options: BatchOptions) -> ModelInputs:
+        temperature = options.temperature
+        if isinstance(temperature, Tensor):
+            temperature = temperature[torch.tensor(micro.rows)] if temperature.dim() else float(temperature)
+        assert micro.data is not None
+        return build_inputs(
+            micro.data,
+            temperature=temperature,
+            device=self.device,
+            packed=options.use_remove_padding,
+            share_prompts=options.share_prompts and self._may_share,
+        )
+
+    def _loss_data(self, micro: MicroBatch, counts: LossCounts) -> TensorDict:
+        """The micro-batch on the device, with the counts of its mini-batch."""
+        assert micro.data is not None
+        data = micro.data.to(self.device) if self.device.type != "cpu" else micro.data.copy()
+        return tu.assign_non_tensor_whole(
+            data,
+            {
+                "batch_num_tokens": counts.batch_num_tokens,
+                "global_batch_size": counts.global_batch_size,
+                "dp_size": counts.dp_size,
+            },
+        )
 
     def optimizer_zero_grad(self) -> None:
         if self.optimizer is not None:
@@ -270,79 +354,27 @@ class FSDPEngine(BaseEngine):
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device=["cuda", "cpu"])
 class FSDPEngineWithLMHead(FSDPEngine):
-    """Outputs of a language model: `log_probs`, with `calculate_entropy` also `entropy`; fp32 rows as `responses`."""
+    """Outputs of a language model: `log_probs`, with `calculate_entropy` also `entropy`."""
 
-    def initialize(self) -> None:
-        super().initialize()
-        text = self.hf_config.get_text_config()
-        self._linear_work = 6 * int(text.hidden_size)
-        # A prompt that stands for several rows would draw its dropout once instead of once a row.
-        dropouts = (getattr(text, name, 0) for name in ("attention_dropout", "hidden_dropout", "resid_pdrop"))
-        self._may_share = not any(dropouts)
+    def load_model(self, dtype: torch.dtype, with_weights: bool) -> PackedModel:
+        causal_lm = load_causal_lm(self.model_config, self.hf_config, dtype, with_weights)
+        return PolicyModel(causal_lm, self.engine_config.get("entropy_from_logits_chunk_size"))
 
-    def option_defaults(self, forward_only: bool) -> dict[str, Any]:
-        # On a CPU matrix products are everything, and a group of n responses repeats its prompt n times; on a GPU long
-        # rows are better served by a variable-length attention kernel, which knows no shared prompts.
-        share = self.engine_config.get("share_prompts", None)
-        return super().option_defaults(forward_only) | {
-            "share_prompts": self.device.type == "cpu" if share is None else bool(share)
-        }
-
-    def split(self, data: TensorDict, options: BatchOptions) -> list[MicroBatch]:
-        total = tu.nested_lengths(tu.check_jagged(data["input_ids"], "input_ids"))
-        prompts = (total - response_lengths(data).to(total.device)).tolist()
-        return prepare_micro_batches(
-            data,
-            options,
-            dp_group=self.get_data_parallel_group(),
-            prompt_keys=prompt_keys if self._may_share else None,
-            prompt_lengths=prompts,
-            linear_work=self._linear_work,
-        )
-
-    def forward_step(
-        self, micro: MicroBatch, options: BatchOptions, loss_function: LossFunction | None, counts: LossCounts | None
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor, dict[str, Any]]:
-        if micro.data is None:
-            log_probs, _ = self.module(empty_inputs(self.device), with_entropy=False)
-            return log_probs.sum(), {}, torch.zeros(0, dtype=torch.int64), {}
-        inputs = self._inputs(micro, options)
+    def run_model(self, inputs: ModelInputs, options: BatchOptions) -> dict[str, Tensor]:
         log_probs, entropy = self.module(inputs, with_entropy=options.calculate_entropy)
-        values = {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
-        loss: Tensor = log_probs.new_zeros(())
-        metrics: dict[str, Any] = {}
-        if loss_function is not None and counts is not None:
-            model_output = {name: tu.nested_from_values(v, inputs.lengths) for name, v in values.items()}
-            loss, metrics = loss_function(
-                model_output=model_output,
-                data=self._loss_data(micro, counts),
-                dp_group=self.get_data_parallel_group(),
-            )
-        outputs = {name: value.detach().cpu() for name, value in values.items()}
-        return loss, outputs, inputs.lengths, metrics
+        return {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
 
-    def _inputs(self, micro: MicroBatch, options: BatchOptions) -> ModelInputs:
-        temperature = options.temperature
-        if isinstance(temperature, Tensor):
-            temperature = temperature[torch.tensor(micro.rows)] if temperature.dim() else float(temperature)
-        assert micro.data is not None
-        return build_inputs(
-            micro.data,
-            temperature=temperature,
-            device=self.device,
-            packed=options.use_remove_padding,
-            share_prompts=options.share_prompts and self._may_share,
-        )
 
-    def _loss_data(self, micro: MicroBatch, counts: LossCounts) -> TensorDict:
-        """The micro-batch on the device, with the counts of its mini-batch."""
-        assert micro.data is not None
-        data = micro.data.to(self.device) if self.device.type != "cpu" else micro.data.copy()
-        return tu.assign_non_tensor_whole(
-            data,
-            {
-                "batch_num_tokens": counts.batch_num_tokens,
-                "global_batch_size": counts.global_batch_size,
-                "dp_size": counts.dp_size,
-            },
-        )
+@EngineRegistry.register("value_model", ["fsdp", "fsdp2"], device=["cuda", "cpu"])
+class FSDPEngineWithValueHead(FSDPEngine):
+    """Output of a critic: `values`, each at the position that predicts its token."""
+
+    def load_config(self) -> Any:
+        return load_value_config(self.model_config)
+
+    def load_model(self, dtype: torch.dtype, with_weights: bool) -> PackedModel:
+        seed = int(self.engine_config.get("seed", 42))
+        return ValueModel(load_value_model(self.model_config, self.hf_config, dtype, with_weights, seed))
+
+    def run_model(self, inputs: ModelInputs, options: BatchOptions) -> dict[str, Tensor]:
+        return {"values": self.module(inputs)}

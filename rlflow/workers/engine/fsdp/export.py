@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,58 +12,63 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlflow.utils.errors import CheckpointError
-from rlflow.workers.engine.fsdp.model import PREFIX, PolicyModel, reshard
-from rlflow.workers.engine.fsdp.shards import write_tensors
+from rlflow.checkpoint.hf_weights import MAX_FILE_BYTES, TensorSpec, plan_files, write_weights
+from rlflow.workers.engine.fsdp.model import PREFIX, PackedModel, reshard
 
 logger = logging.getLogger(__name__)
 
-# The size at which transformers starts a new file.
-SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = MAX_FILE_BYTES
 
 
 def hf_name(name: str) -> str:
-    """Name in a Hugging Face checkpoint of a parameter of `PolicyModel`."""
+    """Name in a Hugging Face checkpoint of a parameter of `PackedModel`."""
     return name.removeprefix(PREFIX)
 
 
-def iter_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+def iter_full_tensors(module: PackedModel) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) of every weight, one gathered at a time; a tied weight comes once. *Collective.*
 
     The tensors have the dtype of the stored weights, and on a single rank they share its memory: copy what you keep.
     """
-    reshard(policy)
-    for name, param in policy.named_parameters():
-        value = param.detach()
-        yield hf_name(name), value.full_tensor() if isinstance(value, DTensor) else value
-    persistent = set(policy.state_dict().keys())
-    for name, buffer in policy.named_buffers():
-        if name in persistent:
-            yield hf_name(name), buffer.detach()
+    reshard(module)
+    for name, value in _stored_tensors(module).items():
+        yield name, _gather(value)
+
+
+def _stored_tensors(module: PackedModel) -> dict[str, Tensor]:
+    """Name -> weight as this rank stores it, of parameters and persistent buffers."""
+    persistent = set(module.state_dict().keys())
+    stored: dict[str, Tensor] = dict(module.named_parameters())
+    stored |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    return {hf_name(name): value.detach() for name, value in stored.items()}
+
+
+def _gather(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def save_hf_folder(
-    policy: PolicyModel, model_config: Any, folder: Path, *, with_weights: bool, dtype: torch.dtype = torch.bfloat16
+    module: PackedModel, model_config: Any, folder: Path, *, with_weights: bool, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Write config, generation config and tokenizer, and with `with_weights` the weights in `dtype`. *Collective.*"""
     writer = dist.get_rank() == 0
     if writer:
         folder.mkdir(parents=True, exist_ok=True)
-        _save_configs(policy.causal_lm, model_config, folder, dtype)
+        _save_configs(module.hf_model, model_config, folder, dtype)
     if with_weights:
-        _save_weights(policy, folder, dtype, writer)
+        _save_weights(module, folder, dtype, writer)
     dist.barrier()
 
 
-def _save_configs(causal_lm: Any, model_config: Any, folder: Path, dtype: torch.dtype) -> None:
+def _save_configs(hf_model: Any, model_config: Any, folder: Path, dtype: torch.dtype) -> None:
     from transformers import AutoTokenizer
 
-    config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
+    config = type(hf_model.config).from_dict(hf_model.config.to_dict())
     config.dtype = dtype
-    config.architectures = [type(causal_lm).__name__]
+    config.architectures = [type(hf_model).__name__]
     config.save_pretrained(folder)
-    if getattr(causal_lm, "generation_config", None) is not None:
-        causal_lm.generation_config.save_pretrained(folder)
+    if getattr(hf_model, "generation_config", None) is not None:
+        hf_model.generation_config.save_pretrained(folder)
     try:
         source = Path(model_config.tokenizer_source).expanduser()
         tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=model_config.trust_remote_code)
@@ -75,45 +79,17 @@ def _save_configs(causal_lm: Any, model_config: Any, folder: Path, dtype: torch.
     tokenizer.save_pretrained(folder)
 
 
-def _save_weights(policy: PolicyModel, folder: Path, dtype: torch.dtype, writer: bool) -> None:
-    """safetensors files of at most `SHARD_BYTES`, with an index when there are several."""
-    files: list[dict[str, Tensor]] = [{}]
-    written: dict[str, str] = {}
-    size = total = 0
-
-    def flush() -> None:
-        name = f"part-{len(files):05d}.safetensors"
-        write_tensors(files[-1], folder / name)
-        written.update({key: name for key in files[-1]})
-
-    for name, tensor in iter_full_tensors(policy):
-        if not writer:
-            continue  # gathered, because that is a collective, and dropped
-        value = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype).cpu().contiguous()
-        # A tensor that shares memory with the model must not be written while it could change.
-        value = value.clone() if value.data_ptr() == tensor.data_ptr() else value
-        if files[-1] and size + value.nbytes > SHARD_BYTES:
-            flush()
-            files[-1] = {}
-            files.append({})
-            size = 0
-        files[-1][name] = value
-        size += value.nbytes
-        total += value.nbytes
-    if not writer:
+def _save_weights(module: PackedModel, folder: Path, dtype: torch.dtype, writer: bool) -> None:
+    """safetensors files of at most `SHARD_BYTES`, with an index for several; one tensor is gathered at a time."""
+    reshard(module)
+    stored = _stored_tensors(module)
+    specs = [
+        TensorSpec(name, dtype if value.is_floating_point() else value.dtype, tuple(value.shape))
+        for name, value in stored.items()
+    ]
+    if writer:
+        write_weights(folder, specs, lambda name: (_gather(stored[name]),), max_bytes=SHARD_BYTES)
         return
-    if not files[-1]:
-        raise CheckpointError(f"the model has no weights to export to {folder}")
-    flush()
-    _name_files(folder, written, len(files), total)
-
-
-def _name_files(folder: Path, written: dict[str, str], count: int, total: int) -> None:
-    if count == 1:
-        (folder / "part-00001.safetensors").rename(folder / "model.safetensors")
-        return
-    final = {f"part-{i:05d}.safetensors": f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
-    for old, new in final.items():
-        (folder / old).rename(folder / new)
-    index = {"metadata": {"total_size": total}, "weight_map": {key: final[name] for key, name in written.items()}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for part in plan_files(specs, SHARD_BYTES).values():
+        for spec in part:
+            _gather(stored[spec.name])  # in the writer's order, because it is a collective; the result is dropped

@@ -1,18 +1,21 @@
-"""The module that the engine trains: a Hugging Face causal LM that returns log-probs instead of logits, sharded.
+"""The module that an engine trains: a Hugging Face model that is evaluated at its predictions only, sharded.
+
+    PackedModel      body over packed rows -> hidden states at the predictions
+    PolicyModel      a causal LM: log-probs instead of logits          (`ValueModel`, a critic: value_model.py)
 
 Invariants
-    - Embedding and output head belong to the root's parameter group, so that they are gathered during the root's
-      forward, where the log-probs are computed from hidden states.
-    - Every rank holds the same weights after `build_policy`: rank 0 reads them, the others receive their shards.
+    - Embedding and output head of a policy belong to the root's parameter group, so that they are gathered during the
+      root's forward, where the log-probs are computed from hidden states.
+    - Every rank holds the same weights after `build_module`: rank 0 reads them, the others receive their shards.
     - A forward in which some attention layer did not use the given layout raises.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-import platform
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rlflow.utils.device import cpu_has_slow_bf16
 from rlflow.utils.errors import ConfigError, ContractError
 from rlflow.utils.import_utils import import_external_libs
 from rlflow.workers.engine.fsdp.inputs import ModelInputs
@@ -35,7 +39,7 @@ from rlflow.workers.engine.fsdp.packed_attention import (
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "causal_lm."
+PREFIX = "hf_model."
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -57,24 +61,27 @@ def parse_dtype(name: str | torch.dtype, key: str) -> torch.dtype:
         raise ConfigError(f"{key}={name!r} is no dtype; use one of {', '.join(_DTYPES)}") from None
 
 
-class PolicyModel(nn.Module):
-    """A causal LM whose forward ends in log-probs of given labels at given positions.
+class PackedModel(nn.Module):
+    """A transformers model whose body runs over packed rows.
 
     Args:
-        causal_lm: a transformers causal LM that uses `packed_attention`.
-        chunk_limit: most rows of logits to hold at once.
+        hf_model: uses `packed_attention`.
     """
 
-    def __init__(self, causal_lm: Any, chunk_limit: int | None = None) -> None:
+    def __init__(self, hf_model: Any) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
-        self.chunk_limit = chunk_limit
-        self.num_layers = causal_lm.config.get_text_config().num_hidden_layers
+        self.hf_model = hf_model
+        self.num_layers = hf_model.config.get_text_config().num_hidden_layers
 
-    def forward(self, inputs: ModelInputs, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probs fp32 [N] of the labels, and entropies fp32 [N] (nats) when asked for."""
+    @property
+    def exact_parts(self) -> Sequence[nn.Module]:
+        """Modules that compute in fp32 whatever the precision of the rest; each must be called as a module."""
+        return ()
+
+    def hidden_states(self, inputs: ModelInputs) -> Tensor:
+        """Last hidden states [N, h] where the predictions are made."""
         inputs.layout.calls = 0
-        hidden = self.causal_lm.base_model(
+        hidden = self.hf_model.base_model(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             attention_mask=None,
@@ -83,11 +90,28 @@ class PolicyModel(nn.Module):
         ).last_hidden_state
         if inputs.layout.calls != self.num_layers:
             raise ContractError(
-                f"{type(self.causal_lm).__name__} ran packed attention {inputs.layout.calls} times for "
+                f"{type(self.hf_model).__name__} ran packed attention {inputs.layout.calls} times for "
                 f"{self.num_layers} layers: some layers attend by themselves, across the rows of a packed batch"
             )
-        head = self.causal_lm.get_output_embeddings()
-        hidden = hidden.flatten(0, 1).index_select(0, inputs.predict_index)
+        return hidden.flatten(0, 1).index_select(0, inputs.predict_index)
+
+
+class PolicyModel(PackedModel):
+    """A causal LM whose forward ends in log-probs of given labels at given positions.
+
+    Args:
+        causal_lm: a transformers causal LM that uses `packed_attention`.
+        chunk_limit: most rows of logits to hold at once.
+    """
+
+    def __init__(self, causal_lm: Any, chunk_limit: int | None = None) -> None:
+        super().__init__(causal_lm)
+        self.chunk_limit = chunk_limit
+
+    def forward(self, inputs: ModelInputs, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probs fp32 [N] of the labels, and entropies fp32 [N] (nats) when asked for."""
+        hidden = self.hidden_states(inputs)
+        head = self.hf_model.get_output_embeddings()
         return linear_log_probs(
             hidden,
             head.weight,
@@ -109,11 +133,11 @@ def load_hf_config(model_config: Any) -> Any:
 
     import_external_libs(model_config.get("external_lib"))
     try:
-        source = _expand(model_config.config_source)
+        source = expand_path(model_config.config_source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=model_config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"actor_rollout_ref.model.path={model_config.path!r} holds no model config: {error}"
+            f"model.path={model_config.path!r} (of actor_rollout_ref or critic) holds no model config: {error}"
         ) from error
     overrides = dict(model_config.override_config or {})
     if overrides.pop("attn_implementation", None) is not None:
@@ -122,7 +146,7 @@ def load_hf_config(model_config: Any) -> Any:
     return config
 
 
-def _expand(source: str) -> str:
+def expand_path(source: str) -> str:
     """A folder with `~` replaced; the id of a model on the hub stays as it is."""
     return os.path.expanduser(source)
 
@@ -142,11 +166,8 @@ def load_causal_lm(model_config: Any, hf_config: Any, dtype: torch.dtype, with_w
     from transformers.initialization import no_init_weights
 
     register_attention()
-    try:
-        model_class: Any = AutoModelForCausalLM._model_mapping[type(hf_config)]
-    except KeyError:
-        model_class = None  # code that comes with the checkpoint; checked below, when its class is known
-    if model_class is not None:
+    model_class = mapped_class(AutoModelForCausalLM, hf_config)
+    if model_class is not None:  # else code that comes with the checkpoint; checked below, when its class is known
         check_attention_support(hf_config.get_text_config(), model_class)
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -154,35 +175,52 @@ def load_causal_lm(model_config: Any, hf_config: Any, dtype: torch.dtype, with_w
         "trust_remote_code": model_config.trust_remote_code,
     }
     if with_weights:
-        model = AutoModelForCausalLM.from_pretrained(_expand(model_config.path), config=hf_config, **options)
+        model = AutoModelForCausalLM.from_pretrained(expand_path(model_config.path), config=hf_config, **options)
     else:
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(hf_config, **options)
         model.tie_weights()
+    return check_loaded(model)
+
+
+def mapped_class(auto_class: Any, hf_config: Any) -> Any:
+    """The transformers class behind an `AutoModelFor...` for this config; None when it knows none."""
+    try:
+        return auto_class._model_mapping[type(hf_config)]
+    except KeyError:
+        return None
+
+
+def check_loaded(model: Any) -> Any:
+    """The model, if it runs packed attention; `ConfigError` otherwise."""
     check_attention_support(model.config.get_text_config(), type(model))
     if model.config.get_text_config()._attn_implementation != ATTENTION_NAME:
         raise ConfigError(f"{type(model).__name__} did not accept the attention {ATTENTION_NAME!r}")
     return model
 
 
-def shard_targets(causal_lm: Any) -> list[nn.Module]:
+def shard_targets(hf_model: Any) -> list[nn.Module]:
     """The transformer layers, each of which becomes one group of sharded parameters."""
-    names = set(getattr(causal_lm, "_no_split_modules", None) or [])
-    layers = [module for module in causal_lm.modules() if type(module).__name__ in names]
+    names = set(getattr(hf_model, "_no_split_modules", None) or [])
+    layers = [module for module in hf_model.modules() if type(module).__name__ in names]
     if not layers:
-        raise ConfigError(f"{type(causal_lm).__name__} names no layer class in _no_split_modules; nothing to shard by")
+        raise ConfigError(f"{type(hf_model).__name__} names no layer class in _no_split_modules; nothing to shard by")
     return layers
 
 
-def build_policy(
-    model_config: Any, engine_config: Any, hf_config: Any, mesh: DeviceMesh, device: torch.device
-) -> PolicyModel:
+def build_module(
+    load: Callable[[torch.dtype, bool], PackedModel],
+    model_config: Any,
+    engine_config: Any,
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> PackedModel:
     """Load, wrap and shard the model; a collective of all ranks of `mesh`.
 
     Args:
+        load: (dtype, with_weights) -> the model on the CPU; without weights its parameters are uninitialised.
         model_config: `HFModelConfig`.
         engine_config: `FSDPEngineConfig`.
-        hf_config: from `load_hf_config`.
         mesh: 1-D ("fsdp") or 2-D ("ddp", "fsdp"), covering the default process group.
         device: where this rank computes.
     """
@@ -191,26 +229,29 @@ def build_policy(
     reader = dist.get_rank() == 0
     if reader:
         warn_if_bf16_is_slow(engine_config, device)
-    causal_lm = load_causal_lm(model_config, hf_config, dtype, with_weights=reader)
+    module = load(dtype, reader)
     if model_config.enable_gradient_checkpointing and not engine_config.forward_only:
-        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = PolicyModel(causal_lm, engine_config.get("entropy_from_logits_chunk_size"))
-    full = {name: param.detach() for name, param in policy.named_parameters()} if reader else {}
-    _shard(policy, engine_config, mesh)
+        module.hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    full = {name: param.detach() for name, param in module.named_parameters()} if reader else {}
+    _shard(module, engine_config, mesh)
     if dist.get_world_size() > 1:
-        _scatter_weights(policy, full, device)
+        _scatter_weights(module, full, device)
     if engine_config.forward_only:
-        policy.requires_grad_(False)
-    return policy
+        module.requires_grad_(False)
+    return module
 
 
-def _shard(policy: PolicyModel, engine_config: Any, mesh: DeviceMesh) -> None:
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed_precision_policy(engine_config)}
+def _shard(module: PackedModel, engine_config: Any, mesh: DeviceMesh) -> None:
+    options: dict[str, Any] = {"mesh": mesh}
     # A single rank gathers nothing: freeing "gathered" weights would only copy them once more in the backward.
     options["reshard_after_forward"] = bool(engine_config.reshard_after_forward) and mesh.size() > 1
-    for layer in shard_targets(policy.causal_lm):
-        fully_shard(layer, **options)
-    fully_shard(policy, **options)
+    precision = mixed_precision_policy(engine_config)
+    exact = dataclasses.replace(precision, param_dtype=torch.float32)
+    for layer in shard_targets(module.hf_model):
+        fully_shard(layer, mp_policy=precision, **options)
+    for part in module.exact_parts:
+        fully_shard(part, mp_policy=exact, **options)
+    fully_shard(module, mp_policy=precision, **options)
 
 
 def mixed_precision_policy(engine_config: Any) -> MixedPrecisionPolicy:
@@ -232,16 +273,10 @@ def mixed_precision_policy(engine_config: Any) -> MixedPrecisionPolicy:
 
 
 def warn_if_bf16_is_slow(engine_config: Any, device: torch.device) -> None:
-    """Say so when this CPU multiplies bf16 matrices slower than fp32 ones (x86 without AMX)."""
-    if device.type != "cpu" or platform.machine() != "x86_64":
+    """Say so when this CPU multiplies bf16 matrices slower than fp32 ones."""
+    if device.type != "cpu" or mixed_precision_policy(engine_config).param_dtype is not torch.bfloat16:
         return
-    if mixed_precision_policy(engine_config).param_dtype is not torch.bfloat16:
-        return
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return
-    if "amx_bf16" not in flags:
+    if cpu_has_slow_bf16():
         logger.warning(
             "this CPU has no AMX: its bf16 matrix products take about twice the time of fp32 ones. "
             "fsdp_config.dtype=float32 is faster here, and exact."
@@ -249,15 +284,15 @@ def warn_if_bf16_is_slow(engine_config: Any, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _scatter_weights(policy: PolicyModel, full: dict[str, Tensor], device: torch.device) -> None:
+def _scatter_weights(module: PackedModel, full: dict[str, Tensor], device: torch.device) -> None:
     """Give every rank its shards of rank 0's weights."""
-    mine = [name for name, _ in policy.named_parameters()]
+    mine = [name for name, _ in module.named_parameters()]
     first = [mine]
     dist.broadcast_object_list(first, src=0)
     if first[0] != mine:
         odd = sorted(set(first[0]) ^ set(mine))
         raise ContractError(f"rank {dist.get_rank()} built another model than rank 0: they differ in {odd[:4]}")
-    for name, param in policy.named_parameters():
+    for name, param in module.named_parameters():
         assert isinstance(param, DTensor)
         source = full.pop(name).to(device) if full else torch.empty(param.shape, dtype=param.dtype, device=device)
         shard = distribute_tensor(source, param.device_mesh, param.placements, src_data_rank=0)

@@ -35,7 +35,10 @@ class Generation:
 
 @dataclass(eq=False)
 class Request:
-    """One sequence to be continued. `deadline` is in `time.monotonic` seconds."""
+    """One sequence to be continued.
+
+    `deadline` is in `time.monotonic` seconds; `session` and `turn` (number of its request) matter to `Rounds`.
+    """
 
     request_id: str
     prompt_ids: list[int]
@@ -45,6 +48,8 @@ class Request:
     stop_ids: frozenset[int]
     deadline: float
     timeout_s: float
+    session: str = ""
+    turn: int = 0
     future: Future[Generation] = field(default_factory=Future)
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """The embedded rollout engine: a thread that steps a Hugging Face causal LM for all running requests at once.
 
-    submit ──> queue (FIFO) ──> slots ──> prefill, then one decode step after another ──> future
+    submit ──> admission ──> slots ──> prefill, then one decode step after another ──> future
                  waits while paused, asleep or full
 
 Invariants
@@ -18,21 +18,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 from rlflow.workers.rollout.base import RolloutError, SamplingParams, token_budget
+from rlflow.workers.rollout.hf.admission import Admission, FirstCome
 from rlflow.workers.rollout.hf.batch import Batch, Generation, Request
-from rlflow.workers.rollout.hf.kv_cache import DecodeStep, PrefillStep, SlotKVCache
+from rlflow.workers.rollout.hf.kv_cache import DecodeStep, SlotKVCache
 from rlflow.workers.rollout.hf.limits import EngineLimits
 from rlflow.workers.rollout.hf.model import ServedModel
+from rlflow.workers.rollout.hf.prefill import Admitted, prefill
 from rlflow.workers.rollout.hf.sampling import sample
 
 logger = logging.getLogger(__name__)
@@ -57,9 +58,18 @@ class HFEngine:
     Args:
         version: weight version of `model`; None means that its weights are not usable before the first update.
         seed: basis of the seeds of requests that bring none.
+        admission: who may join the batch; None = first come, first served.
     """
 
-    def __init__(self, model: ServedModel, limits: EngineLimits, *, version: int | None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        limits: EngineLimits,
+        *,
+        version: int | None,
+        seed: int = 0,
+        admission: Admission | None = None,
+    ) -> None:
         if limits.max_num_seqs < 1:
             raise ConfigError(f"rollout.max_num_seqs={limits.max_num_seqs} must be at least 1.")
         self.model, self.limits, self.counters = model, limits, EngineCounters()
@@ -67,7 +77,7 @@ class HFEngine:
         self._refusal = "it has no weights before the first weight sync (rollout.load_format=dummy)"
         self._seed = seed
         self._condition = threading.Condition()
-        self._waiting: deque[Request] = deque()
+        self._waiting: Admission = FirstCome() if admission is None else admission
         self._batch = Batch(limits.max_num_seqs, model.vocab_size, model.device)
         self._cache: SlotKVCache | None = None
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -84,9 +94,19 @@ class HFEngine:
     # --- callers ------------------------------------------------------------------------------------------------
 
     def submit(
-        self, prompt_ids: list[int], params: SamplingParams, *, request_id: str, timeout_s: float = 600.0
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        timeout_s: float = 600.0,
+        session: str = "",
+        turn: int = 0,
     ) -> Future[Generation]:
         """Queue a request. While paused or asleep it waits; its deadline counts from now.
+
+        Args:
+            session, turn: who asks, and its how manyeth request this is; for `admission.Rounds`.
 
         Raises:
             ContractError: no usable weights, a prompt without room, or a token id outside the vocabulary.
@@ -114,11 +134,31 @@ class HFEngine:
             self._submitted += 1
             seed = params.seed if params.seed is not None else self._seed * 1_000_003 + self._submitted
             deadline = time.monotonic() + timeout_s
-            request = Request(request_id, list(prompt_ids), params, seed, max_tokens, stop_ids, deadline, timeout_s)
-            self._waiting.append(request)
+            request = Request(
+                request_id, list(prompt_ids), params, seed, max_tokens, stop_ids, deadline, timeout_s, session, turn
+            )
+            self._waiting.add(request)
             self._next_deadline = min(self._next_deadline, request.deadline)
             self._condition.notify_all()
         return request.future
+
+    def announce(self, sessions: Sequence[str], keep: Collection[str] = ()) -> None:
+        """Expect requests of these sessions; see `Admission.announce`.
+
+        What a session of that name asked for before is aborted: it belongs to a life that is over.
+        """
+        with self._condition:
+            self._check_alive()
+            names = set(sessions)
+            self._abort_ids.update(r.request_id for r in (*self._batch.requests, *self._waiting) if r.session in names)
+            self._waiting.announce(sessions, keep)
+            self._condition.notify_all()
+
+    def end_session(self, session: str) -> None:
+        """No more requests of this session will come."""
+        with self._condition:
+            self._waiting.end_session(session)
+            self._condition.notify_all()
 
     def abort(self, request_id: str) -> bool:
         """End one request with the tokens it has; False when it is not (or no longer) here."""
@@ -332,8 +372,11 @@ class HFEngine:
         else:
             future.set_result(result)
 
+    def _admits(self) -> bool:
+        return not (self._paused or self._asleep or self._updating)
+
     def _may_admit(self) -> bool:
-        return bool(self._waiting) and not (self._paused or self._asleep or self._updating)
+        return self._admits() and self._waiting.ready(len(self._batch))
 
     def _settle(self) -> None:
         """End requests that were aborted, are over their deadline, or wait for weights that will not come."""
@@ -347,9 +390,11 @@ class HFEngine:
         now = time.monotonic()
         if now >= self._next_deadline:
             late = [r for r in requests if r.deadline <= now and not r.future.done()]
+            awaited = self._waiting.awaited()
             self._leave(late)
             for r in late:
                 where = f"after {len(r.token_ids)} tokens" if r.token_ids else "before its first token"
+                where += f", while waiting for {awaited}" if awaited else ""
                 r.future.set_exception(
                     DeadlineError(
                         f"Request {r.request_id} ended {where}: its deadline of {r.timeout_s:.0f} s is over "
@@ -359,7 +404,7 @@ class HFEngine:
                 )
             left = (*self._batch.requests, *self._waiting)
             self._next_deadline = min((r.deadline for r in left), default=float("inf"))
-        if self._version is None and self._may_admit():
+        if self._version is None and self._admits() and self._waiting:
             refused = list(self._waiting)
             self._leave(refused)
             for r in refused:
@@ -367,8 +412,7 @@ class HFEngine:
 
     def _leave(self, gone: list[Request]) -> None:
         self._batch.remove([r for r in gone if r.slot >= 0], self._cache)
-        ids = {id(r) for r in gone}
-        self._waiting = deque(r for r in self._waiting if id(r) not in ids)
+        self._waiting.discard(gone)
 
     def _answer(self, request: Request, reason: str) -> None:
         request.future.set_result(Generation(request.token_ids, request.log_probs, reason, self._version))
@@ -382,7 +426,7 @@ class HFEngine:
                 future.set_exception(error)
             self._jobs.clear()
             self._batch.requests.clear()
-            self._waiting.clear()
+            self._waiting.discard(list(self._waiting))
             self._stepping = self._abort_all = False
             self._condition.notify_all()
 
@@ -400,7 +444,9 @@ class HFEngine:
             cache = self._cache
         if admitted:
             started = time.perf_counter()
-            self._prefill(admitted, cache)
+            computed, copied = prefill(self.model, cache, admitted, self.limits.prefill_tokens)
+            self.counters.prefill_tokens += computed
+            self.counters.shared_tokens += copied
             self.counters.prefill_s += time.perf_counter() - started
         started = time.perf_counter()
         ended = self._decode(cache)
@@ -411,48 +457,14 @@ class HFEngine:
                 for request, reason in ended:
                     self._answer(request, reason)
 
-    def _admit(self) -> list[tuple[Request, Request | None]]:
-        """Move requests from the queue to free slots, first come first served.
-
-        Returns each with a request that holds (or is about to hold) the same prompt in the cache, if there is one.
-        """
-        admitted = []
-        for _ in range(min(len(self._waiting), self._batch.slots - len(self._batch))):
-            request = self._waiting.popleft()
+    def _admit(self) -> list[Admitted]:
+        """Move requests from the queue to free slots."""
+        admitted: list[Admitted] = []
+        while len(self._batch) < self._batch.slots and self._waiting.ready(len(self._batch)):
+            request = self._waiting.next()
             admitted.append((request, self._batch.holder(request.prefix_key)))
             self._batch.add(request)
         return admitted
-
-    def _prefill(self, admitted: list[tuple[Request, Request | None]], cache: SlotKVCache) -> None:
-        """Fill the slots of new requests: one forward for each distinct prompt, copies for the rest."""
-        admitted = [(request, holder) for request, holder in admitted if request.prefix_length > 0]
-        fresh = sorted((r for r, holder in admitted if holder is None), key=lambda r: r.prefix_length)
-        chunk: list[Request] = []
-        tokens = 0
-        for request in fresh:
-            if chunk and tokens + request.prefix_length > self.limits.prefill_tokens:
-                self._prefill_chunk(chunk, cache)
-                chunk, tokens = [], 0
-            chunk.append(request)
-            tokens += request.prefix_length
-        if chunk:
-            self._prefill_chunk(chunk, cache)
-        by_source: dict[int, list[int]] = {}
-        for request, holder in admitted:
-            if holder is not None:
-                by_source.setdefault(holder.slot, []).append(request.slot)
-                self.counters.shared_tokens += request.prefix_length
-        for slot, targets in by_source.items():
-            cache.copy(slot, targets, self._batch.requests[slot].prefix_length)
-
-    def _prefill_chunk(self, chunk: list[Request], cache: SlotKVCache) -> None:
-        step = PrefillStep(cache, [r.slot for r in chunk], [r.prefix_length for r in chunk])
-        ids = np.concatenate([np.asarray(r.prompt_ids[:-1], dtype=np.int64) for r in chunk])
-        device = self.model.device
-        self.model.prefill(
-            torch.from_numpy(ids)[None].to(device), torch.from_numpy(step.positions)[None].to(device), step
-        )
-        self.counters.prefill_tokens += len(ids)
 
     def _decode(self, cache: SlotKVCache) -> list[tuple[Request, str]]:
         """One token for each running request; returns those that end with it."""

@@ -35,7 +35,8 @@ def engine_limits(rollout_config: Any, model: ServedModel, replicas_on_node: int
     """Sizes of the engine from the configuration and the memory of the node.
 
     Raises:
-        ConfigError: a sequence longer than the model's positions, or a cache that holds not even one sequence.
+        ConfigError: a sequence longer than the model's positions, a cache that holds not even one sequence, or, with
+            `full_determinism`, sizes that would depend on the machine.
     """
     config = rollout_config
     lengths = int(config.prompt_length), int(config.response_length)
@@ -59,6 +60,12 @@ def engine_limits(rollout_config: Any, model: ServedModel, replicas_on_node: int
             f"The key-value cache may take {room / 2**30:.2f} GiB, but one sequence of rollout.max_model_len="
             f"{max_model_len} tokens needs {sequence / 2**30:.2f} GiB. Raise rollout.engine_kwargs.hf.kv_cache_gb or "
             "shorten the sequences."
+        )
+    if slots < config.max_num_seqs and gigabytes is None and config.get("full_determinism"):
+        raise ConfigError(
+            f"rollout.full_determinism=true, but only {slots} of rollout.max_num_seqs={config.max_num_seqs} sequences "
+            "fit this machine's memory, and results would depend on it. Set rollout.max_num_seqs to at most "
+            f"{slots}, or rollout.engine_kwargs.hf.kv_cache_gb to what the cache may take on any machine."
         )
     if slots < config.max_num_seqs:
         logger.info(

@@ -157,13 +157,14 @@ class ServedModel:
 def load_model(model_config: Any, rollout_config: Any, device: torch.device) -> ServedModel:
     """Build the model that `actor_rollout_ref.model` names, for `rollout.load_format`.
 
-    `dummy` takes the config only: random weights that wait for the first sync. `auto` and `safetensors` read the
+    `dummy` takes the config only: weights that wait for the first sync. `auto` and `safetensors` read the
     weights of the model folder.
 
     Raises:
         ConfigError: another load format, an unsupported type or an unsupported kind of attention.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     import_external_libs(model_config.get("external_lib"))
     options = (rollout_config.get("engine_kwargs") or {}).get("hf") or {}
@@ -177,7 +178,10 @@ def load_model(model_config: Any, rollout_config: Any, device: torch.device) -> 
     check_attention_support(config)
     model: Any
     if rollout_config.load_format == "dummy":
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, dtype=dtype)
+        # Uninitialised memory: the engine refuses to serve before the first sync filled every parameter.
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, dtype=dtype)
+        model.tie_weights()
     elif rollout_config.load_format in ("auto", "safetensors"):
         # Two steps: the values must be those of the weights' type, whatever type computes with them.
         model = AutoModelForCausalLM.from_pretrained(path, config=config, trust_remote_code=trust, dtype=weights_dtype)

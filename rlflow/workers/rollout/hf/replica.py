@@ -36,7 +36,7 @@ class HFReplica(RolloutReplica):
             server.ready.remote(), what=f"rollout replica {self.replica_rank} to start", timeout_s=LAUNCH_TIMEOUT_S
         )
         logger.info("rollout replica %d: %s", self.replica_rank, facts)
-        self.servers, self._server_handle = [server], server
+        self.servers, self._server_handle, self.pids = [server], server, [facts["pid"]]
 
     async def _node(self) -> dict[str, Any]:
         """Facts of the node to serve on: that of the worker, of the pool's bundle, or any."""

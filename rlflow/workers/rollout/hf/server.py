@@ -37,13 +37,18 @@ class HFServer:
     def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int, replicas_on_node: int = 1) -> None:
         import torch
 
+        from rlflow.utils.determinism import enable_full_determinism
         from rlflow.utils.device import get_device
+        from rlflow.workers.rollout.hf.admission import FirstCome, Rounds
         from rlflow.workers.rollout.hf.engine import HFEngine
         from rlflow.workers.rollout.hf.limits import engine_limits
         from rlflow.workers.rollout.hf.model import load_model
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
         self._config, self._rank = rollout_config, replica_rank
+        deterministic = bool(rollout_config.get("full_determinism", False))
+        if deterministic:
+            enable_full_determinism(int(rollout_config.get("seed", 0)))
         # In a thread that ends, so that its pool of OpenMP threads ends too: see `HFEngine.start_update`.
         with ThreadPoolExecutor(max_workers=1) as pool:
             model = pool.submit(load_model, model_config, rollout_config, get_device()).result()
@@ -51,7 +56,8 @@ class HFServer:
         version = None if rollout_config.load_format == "dummy" else 0
         # A replica's own seed, for requests that bring none.
         seed = int(rollout_config.get("seed", 0)) + replica_rank
-        self._engine = HFEngine(model, limits, version=version, seed=seed)
+        admission = Rounds() if deterministic else FirstCome()
+        self._engine = HFEngine(model, limits, version=version, seed=seed, admission=admission)
         self._loaded_bytes = 0
 
     async def ready(self) -> dict[str, Any]:
@@ -75,6 +81,8 @@ class HFServer:
         sampling_params: dict[str, Any],
         request_id: str,
         timeout_s: float | None = None,
+        session: str = "",
+        turn: int = 0,
         **kwargs: Any,
     ) -> TokenOutput:
         """Continue a prompt.
@@ -82,6 +90,7 @@ class HFServer:
         Args:
             request_id: unique; names the request in `abort_request` and in messages.
             timeout_s: seconds until the request fails with `DeadlineError`; None = `rollout.request_timeout_s`.
+            session, turn: the announced session that asks, and the number of this request of it.
 
         Raises:
             ContractError: bad parameters or prompt, or no usable weights.
@@ -94,6 +103,8 @@ class HFServer:
             params,
             request_id=request_id,
             timeout_s=float(timeout_s or self._config.request_timeout_s),
+            session=session,
+            turn=turn,
         )
         try:
             result = await asyncio.wrap_future(future)
@@ -106,6 +117,14 @@ class HFServer:
             stop_reason=result.stop_reason,
             extra_fields={"global_steps": result.version, "raw_stop_reason": result.stop_reason},
         )
+
+    async def announce_sessions(self, sessions: list[str], keep: list[str]) -> None:
+        """Expect requests of these sessions; of those announced before, only prompts in `keep` still run."""
+        self._engine.announce(sessions, keep)
+
+    async def end_session(self, session: str) -> None:
+        """This session makes no more requests."""
+        self._engine.end_session(session)
 
     async def abort_request(self, request_id: str) -> bool:
         """End one request with what it has; False when it is not here."""

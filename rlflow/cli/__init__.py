@@ -1,0 +1,1 @@
+"""The console script `rlflow`: tools around a run, one module a subcommand."""

@@ -1,0 +1,45 @@
+"""From what callers log to plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def as_number(value: Any) -> float | int | None:
+    """A plain int or float (possibly NaN or infinite) of a number, a bool (0 or 1), or a one-element array or tensor;
+    None of anything else.
+    """
+    if hasattr(value, "item") and not isinstance(value, (int, float)):
+        count = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
+        if count != 1:
+            return None
+        value = value.item()
+    if isinstance(value, bool):
+        return int(value)
+    return value if isinstance(value, (int, float)) else None
+
+
+def numbers(data: Mapping[str, Any]) -> dict[str, float | int]:
+    """The entries that are numbers, as plain ones."""
+    found = {name: as_number(value) for name, value in data.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def finite(data: Mapping[str, Any]) -> dict[str, float | int]:
+    """The entries that are finite numbers, for trackers that refuse or distort NaN and infinity."""
+    return {name: value for name, value in numbers(data).items() if math.isfinite(value)}
+
+
+def flatten(tree: Any, separator: str = "/", prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of nested mappings and lists; a list also gives its length as `{path}{separator}list_len`."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from flatten(value, separator, f"{prefix}{separator}{key}" if prefix else str(key))
+    elif isinstance(tree, (list, tuple)):
+        yield f"{prefix}{separator}list_len", len(tree)
+        for index, value in enumerate(tree):
+            yield from flatten(value, separator, f"{prefix}{separator}{index}")
+    else:
+        yield prefix, tree

@@ -1,0 +1,51 @@
+"""What a run says about itself when it starts: its stages, their fields, and its configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rlflow.trainer.ppo.field_table import StageFields, check_stage_table, stage_table
+
+if TYPE_CHECKING:
+    from rlflow.trainer.ppo.trainer_base import PPOTrainer
+
+
+def declared_stages(trainer: PPOTrainer) -> dict[str, StageFields]:
+    """The stages of this run by name, from the declarations of its own worker classes.
+
+    Raises:
+        ContractError: a stage reads a field that no earlier one writes.
+    """
+    runtime = trainer.runtime
+    groups = {"actor": runtime.actor_wg, "ref": runtime.ref_policy_wg, "critic": runtime.critic_wg}
+    stages = stage_table(
+        {role: group.worker_cls for role, group in groups.items() if group is not None},
+        with_log_probs=bool(trainer.config.actor_rollout_ref.rollout.calculate_log_probs),
+        kl_in_reward=trainer.kl_controller is not None,
+    )
+    check_stage_table(stages)
+    return {stage.stage: stage for stage in stages}
+
+
+def open_record(trainer: PPOTrainer) -> None:
+    """Start the journal at the step the run stands at."""
+    import rlflow
+
+    trainer.recorder.open(
+        trainer.global_steps,
+        config_text(trainer.config),
+        fresh=not trainer.config.trainer.val_only,
+        rlflow=rlflow.__version__,
+        total_steps=trainer.feed.total_training_steps,
+        world_size=trainer.runtime.n_devices,
+        stages=[stage.as_dict() for stage in trainer.stage_fields.values()],
+    )
+
+
+def config_text(config: Any) -> str:
+    """The resolved configuration as YAML, without secrets."""
+    from omegaconf import OmegaConf
+
+    from rlflow.utils.redact import redact
+
+    return OmegaConf.to_yaml(OmegaConf.create(redact(OmegaConf.to_container(config, resolve=True))))

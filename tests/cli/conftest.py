@@ -1,0 +1,8 @@
+"""The commands work on the run folders of the tests of `rlflow.observe`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "observe"))

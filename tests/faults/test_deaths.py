@@ -1,0 +1,110 @@
+"""Processes of a run that die or stop: the run recovers, or it ends in time with a message that names them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from rlflow.trainer.ppo.trainer_sync import PPOTrainerSync
+from rlflow.utils.errors import ContractError, DeadlineError
+
+pytestmark = pytest.mark.timeout(200)
+
+Run = Callable[..., Any]
+# Generation takes a second or two, so that a fault meets sessions that run.
+LONG = [
+    "data.max_response_length=300",
+    "actor_rollout_ref.rollout.ignore_eos=true",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
+]
+
+
+def process_of(title: str) -> psutil.Process:
+    """The newest process of a Ray actor class."""
+    found = [p for p in psutil.Process().children(recursive=True) if p.name().startswith(f"ray::{title}")]
+    return max(found, key=lambda process: process.create_time())
+
+
+class Faulty(PPOTrainerSync):
+    """Does something when the prompts of a step are with the agent loops."""
+
+    faults: dict[int, Callable[[PPOTrainerSync], None]] = {}
+    happened = 0.0
+
+    def on_sample_begin(self) -> None:
+        fault = self.faults.get(self.global_steps)
+        if fault is not None:
+            fault(self)
+            type(self).happened = time.monotonic()
+
+
+def faulty(faults: dict[int, Callable[[PPOTrainerSync], None]]) -> type[Faulty]:
+    return type("Faulty", (Faulty,), {"faults": faults})
+
+
+def kill(title: str) -> Callable[[PPOTrainerSync], None]:
+    return lambda trainer: process_of(title).kill()
+
+
+def test_agent_and_reward_workers_come_back_and_a_dead_rollout_replica_is_named(
+    run_trainer: Run, tiny_overrides: list[str], read_metrics: Callable[[], list[dict[str, Any]]]
+) -> None:
+    trainer_cls = faulty({1: kill("AgentLoopWorker"), 2: kill("RewardLoopWorker"), 3: kill("HFServer")})
+    with pytest.raises(ContractError) as error:
+        run_trainer([*tiny_overrides, *LONG, "trainer.total_training_steps=3"], trainer_cls)
+    assert time.monotonic() - trainer_cls.happened < 60
+    assert "None of the 2 sampled prompts of step 3 has a trajectory: every session failed" in str(error.value)
+    assert "no rollout server is alive" in str(error.value)
+    first, second = read_metrics()
+    for line in (first, second):
+        assert "training/rollout_failure/groups" not in line["data"], "both workers' sessions were done again"
+        assert line["data"]["training/reward/invalid"] == 0
+
+
+@pytest.mark.parametrize(
+    ("title", "part"),
+    [("StorageUnit", "TransferQueue storage unit"), ("TransferQueueController", "TransferQueue controller")],
+)
+def test_a_dead_part_of_the_transfer_queue_ends_the_run_and_is_named(
+    title: str, part: str, run_trainer: Run, tiny_overrides: list[str]
+) -> None:
+    trainer_cls = faulty({1: kill(title)})
+    with pytest.raises(Exception, match=part):
+        run_trainer([*tiny_overrides, *LONG], trainer_cls)
+    assert time.monotonic() - trainer_cls.happened < 60
+
+
+def test_a_stopped_rollout_server_ends_the_run_with_a_report(run_trainer: Run, tiny_overrides: list[str]) -> None:
+    stopped: list[int] = []
+
+    def stop(trainer: PPOTrainerSync) -> None:
+        assert trainer.runtime.actor_wg._settings.call_timeout_s == 1234.0
+        stopped.extend(trainer.runtime.server_manager.rollout_replicas[0].pids)
+        os.kill(stopped[0], signal.SIGSTOP)
+
+    trainer_cls = faulty({1: stop})
+    limits = ["trainer.stall_timeout_s=8", "trainer.call_timeout_s=1234"]
+    try:
+        with pytest.raises(DeadlineError) as error:
+            run_trainer([*tiny_overrides, *LONG, *limits], trainer_cls)
+        seconds = time.monotonic() - trainer_cls.happened
+        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in stopped if psutil.pid_exists(pid)], timeout=5)
+        assert not alive
+    finally:
+        for pid in stopped:
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGKILL)
+    print("ended after", seconds)
+    assert 8 <= seconds < 40, "the limit, and a bounded end"
+    text = str(error.value)
+    assert "in `sample` (step 1, partition train): 0 of 2 prompt groups finished" in text
+    assert f"rollout replica 0 (pid {stopped[0]}) gave no sign of life within 3 s; not heard since" in text
+    assert "running: e0r" in text and "in 'generate turn 0' for" in text
+    assert "owner: agent worker 0, last heartbeat 0 s ago" in text
+    assert "next:  the run ends (trainer.stall_timeout_s)" in text
