@@ -202,7 +202,7 @@ class PPOTrainer(ABC):  # noqa: B024
         """Train until `total_training_steps`; validation, checkpoints and trackers on the way."""
         self.agent_loop_manager = agent_loop_manager
         trainer = self.config.trainer
-        self.logger = Tracking.from_config(self.config)
+        self.logger = Tracking.from_config(self.config, resumed_from=self.global_steps)
         if trainer.val_only or (trainer.val_before_train and self.global_steps == 0):
             self._log(self._validate())
             if trainer.val_only:
@@ -247,11 +247,12 @@ class PPOTrainer(ABC):  # noqa: B024
 
     def _report_step(self, batch: KVBatchMeta, metrics: Metrics, timing: dict[str, float]) -> None:
         """Numbers, dumps and journal of a step; after it the step's rows are gone."""
-        stages.compute_step_metrics(self, batch, metrics, timing)
         folder = self.config.trainer.rollout_data_dir
-        if folder:
-            self.dumps.write_training(folder, self.global_steps, batch)
-        write_trajectories(self, batch)
+        with marked_timer("dump_rollout_generations", timing):
+            if folder:
+                self.dumps.write_training(folder, self.global_steps, batch)
+            write_trajectories(self, batch)
+        stages.compute_step_metrics(self, batch, metrics, timing)
         tq.kv_clear(batch.keys, batching.partition_of(batch))
         uids = list(dict.fromkeys(uid_of(batch.keys[row]) for row in batching.real_rows(batch)))
         self.recorder.trained(self.global_steps, uids, len(batch), version=self.global_steps)
