@@ -8,6 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 # shellcheck source=scripts/setup_env.sh
 source scripts/setup_env.sh
 setup_env test || exit 1
+ensure_chromium
 
 bin="$(dirname "$RLFLOW_VENV_PYTHON")"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # this clone, whichever one the environment was last made for

@@ -143,6 +143,22 @@ make_env() {
     setup_say "done"
 }
 
+# The pages of `rlflow view` are tested in a real browser; without one those tests are skipped and say so.
+ensure_chromium() {
+    local name
+    for name in ${RLFLOW_CHROMIUM:-chromium chromium-browser google-chrome google-chrome-stable}; do
+        if "$name" --version >/dev/null 2>&1; then return 0; fi
+    done
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+        setup_say "installing Chromium (the pages of rlflow view are tested in it)"
+        if { timeout 300 apt-get update && DEBIAN_FRONTEND=noninteractive timeout 600 apt-get install -y \
+            --no-install-recommends chromium fonts-dejavu-core; } </dev/null >>"${RLFLOW_VENV%/}.chromium.log" 2>&1; then
+            return 0
+        fi
+    fi
+    setup_say "no Chromium: the tests of rlflow view's pages will be skipped (Debian: apt-get install chromium; or set RLFLOW_CHROMIUM)"
+}
+
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     set -uo pipefail
     if [ $# -ne 1 ]; then

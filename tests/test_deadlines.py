@@ -20,7 +20,7 @@ PACKAGE = Path(rlflow.__file__).parent
 ALLOWED = {
     "agent_loop/scoring.py::RewardClient.score": "the session holds the deadline (session_timeout_s)",
     "agent_loop/session.py::within_deadline": "the task is done",
-    "observe/tracking/guard.py::Background._work": "a thread of its own that waits for work; who waits for it has a limit",
+    "observe/tracking/guard.py::Background._work": "its own thread, waiting for work; who waits for it has a limit",
     "reward_loop/child.py::Channel.start_guard": "the guard lives until its worker's pipe closes; that is its purpose",
     "reward_loop/child.py::serve_async": "waits for the worker's next request or for the end of its pipe",
     "reward_loop/pool.py::ScorerPool.call": "a place in the queue; every call before it is bounded by reward.timeout_s",

@@ -20,6 +20,7 @@ time in the main thread (so scorers may use signals); coroutine functions run co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import pickle
@@ -28,6 +29,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rlflow.reward_loop.frames import encode_reply, frame, read_frame, write_all
@@ -49,6 +51,7 @@ class Channel:
         os.dup2(nothing, 0)
         os.close(nothing)
         os.dup2(2, 1)
+        _close_others({0, 1, 2, self._in, self._out})
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -81,6 +84,16 @@ class Channel:
             payload = encode_reply({"id": reply.get("id"), "invalid": one_line(f"the result cannot be sent: {error}")})
         with self._lock:
             write_all(self._out, frame(payload))
+
+
+def _close_others(keep: set[int]) -> None:
+    """Close what the worker's event loop let through (uvloop does): a copy of a pipe's end hides that the pipe ended."""
+    limit = min(os.sysconf("SC_OPEN_MAX"), 1 << 16)
+    known = Path("/proc/self/fd")
+    for fd in map(int, os.listdir(known)) if known.is_dir() else range(limit):
+        if fd not in keep:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 class Scorer:

@@ -46,6 +46,7 @@ def test_every_prompt_and_stage_of_a_run_is_in_its_journal(
 
     stages = [(e["step"], e["stage"]) for e in events if e["event"] == "stage"]
     step = ["gen", "old_log_prob", "ref", "adv", "update_actor"]
+    assert [s for n, s in stages if n == 0] == ["testing"]
     assert [s for n, s in stages if n == 1] == [*step, "update_weights"]
     assert [s for n, s in stages if n == 2] == [*step, "save_checkpoint", "update_weights", "testing"]
     versions = {(e["step"], e["stage"]): e["version"] for e in events if e["event"] == "stage"}
@@ -54,6 +55,7 @@ def test_every_prompt_and_stage_of_a_run_is_in_its_journal(
     # The step counts as saved only after everything it reports was written.
     assert kinds.index("saved") > max(i for i, kind in enumerate(kinds) if kind in ("trained", "validated"))
 
+    assert not any("values" in e.get("reads", []) for e in events if e["event"] == "stage")
     declared = {stage["stage"]: stage for stage in events[0]["stages"]}
     assert "old_log_probs" in declared["old_log_prob"]["writes"] and "ref_log_prob" in declared["ref"]["writes"]
     numbers = list(read_lines(run / "metrics.jsonl"))

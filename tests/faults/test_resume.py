@@ -34,12 +34,15 @@ from rlflow.utils.errors import CheckpointError, RlflowError
 # 8 prompts, 2 a step: step 4 ends an epoch.
 STEPS = 6
 TRACKER = "rename .latest_checkpointed_iteration.txt.tmp"
-STAGES = ("gen", "old_log_prob", "ref", "adv", "update_actor", "save_checkpoint", "update_weights", "testing")
+STAGES = (
+    "gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "save_checkpoint",
+    "update_weights", "testing",
+)  # fmt: skip
 # Each life of the run ends at one of these: in a stage, in a worker's part of a save, between the name of a checkpoint
 # and the tracker that makes it count (at an epoch's edge), after a validation whose step is not yet saved.
 KILLS = (
     "before update_actor 2",
-    "write .global_step_3.tmp/actor/optimizer/state.json",
+    "write .global_step_3.tmp/critic/optimizer/state.json",
     f"{TRACKER} 4",
     "after testing 5",
 )
@@ -71,6 +74,13 @@ class Setting:
                 "actor_rollout_ref.actor.shuffle=true",
                 "actor_rollout_ref.actor.use_kl_loss=true",
                 "actor_rollout_ref.actor.optim.lr_warmup_steps=4",
+                "algorithm.adv_estimator=gae",
+                f"critic.model.path={self.model}",
+                "critic.model.enable_gradient_checkpointing=false",
+                "critic.fsdp.dtype=float32",
+                "critic.ppo_mini_batch_size=1",
+                "critic.optim.lr=1e-3",
+                "critic.optim.lr_scheduler_type=cosine",
                 "algorithm.use_kl_in_reward=true",
                 "algorithm.kl_ctrl.type=adaptive",
             ]
@@ -136,7 +146,7 @@ def equals_the_unbroken(setting: Setting, run: Path) -> None:
 @pytest.mark.timeout(200)
 def test_every_stage_and_every_file_of_a_save_is_a_point(setting: Setting) -> None:
     files = [path for path in (setting.unbroken / f"global_step_{STEPS}").rglob("*") if path.is_file()]
-    assert len(files) > 12
+    assert len(files) > 24
     pruned = {step for step in range(1, STEPS + 1) if not (setting.unbroken / f"global_step_{step}").exists()}
     assert len(pruned) >= 2
     for step in range(1, STEPS + 1):

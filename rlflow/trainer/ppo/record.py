@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlflow.trainer.ppo.field_table import StageFields, check_stage_table, stage_table
@@ -24,7 +25,14 @@ def declared_stages(trainer: PPOTrainer) -> dict[str, StageFields]:
         kl_in_reward=trainer.kl_controller is not None,
     )
     check_stage_table(stages)
-    return {stage.stage: stage for stage in stages}
+    written: set[str] = set()
+    known: dict[str, StageFields] = {}
+    for stage in stages:
+        # What no earlier stage of this run writes is not there to be read.
+        there = tuple(name for name in stage.optional_reads if name in written)
+        known[stage.stage] = replace(stage, optional_reads=there)
+        written.update(stage.writes)
+    return known
 
 
 def open_record(trainer: PPOTrainer) -> None:

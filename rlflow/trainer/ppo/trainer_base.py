@@ -204,7 +204,9 @@ class PPOTrainer(ABC):  # noqa: B024
         trainer = self.config.trainer
         self.logger = Tracking.from_config(self.config, resumed_from=self.global_steps)
         if trainer.val_only or (trainer.val_before_train and self.global_steps == 0):
-            self._log(self._validate())
+            with self._stage("testing", {}):
+                metrics = self._validate()
+            self._log(metrics)
             if trainer.val_only:
                 self.dumps.flush()
                 return

@@ -106,7 +106,7 @@ class HFEngine:
         """Queue a request. While paused or asleep it waits; its deadline counts from now.
 
         Args:
-            session, turn: who asks, and its how manyeth request this is; for `admission.Rounds`.
+            session, turn: who asks, and the number of this request of it; for `admission.Rounds`.
 
         Raises:
             ContractError: no usable weights, a prompt without room, or a token id outside the vocabulary.
