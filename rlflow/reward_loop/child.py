@@ -87,7 +87,7 @@ class Channel:
 
 
 def _close_others(keep: set[int]) -> None:
-    """Close what the worker's event loop let through (uvloop does): a copy of a pipe's end hides that the pipe ended."""
+    """Close what the worker's event loop let through (uvloop does): a copy of a pipe's end hides that the pipe ends."""
     limit = min(os.sysconf("SC_OPEN_MAX"), 1 << 16)
     known = Path("/proc/self/fd")
     for fd in map(int, os.listdir(known)) if known.is_dir() else range(limit):

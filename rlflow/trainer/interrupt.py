@@ -85,9 +85,14 @@ class SignalGuard:
         if self.received is not None:
             raise Interrupted(self.received)
 
-    def close(self) -> None:
-        """End what is left of the run, and give the signals back."""
-        self._family.kill(grace_s=GRACE_S)
+    def close(self, failed: bool) -> None:
+        """End what is left of the run, and give the signals back.
+
+        A program that goes on after work that went well may have started processes of its own meanwhile, which are
+        left alone.
+        """
+        if self._exits or failed:
+            self._family.kill(grace_s=GRACE_S)
         self._family.release()
         if self._exits and self.received is not None:
             return  # the bound holds until the process is gone
@@ -146,18 +151,21 @@ _active: SignalGuard | None = None
 def guarded(*, exits: bool = False) -> Iterator[SignalGuard | None]:
     """A `SignalGuard` around a launcher's work; nested blocks share the outer one.
 
-    None in a thread that cannot handle signals. After the block nothing of the run is left, whichever way it ended.
+    None in a thread that cannot handle signals. After a block that failed, and with `exits` always, nothing of the run
+    is left.
     """
     global _active
     if _active is not None or threading.current_thread() is not threading.main_thread():
         yield _active
         return
-    _active = SignalGuard(exits)
+    guard = _active = SignalGuard(exits)
+    failed = True
     try:
-        yield _active
+        yield guard
+        failed = False
     finally:
-        guard, _active = _active, None
-        guard.close()
+        _active = None
+        guard.close(failed)
 
 
 def _say(text: str) -> None:

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # For the trackers and the journal of a run that is being interrupted; a part of interrupt.END_WITHIN_S.
 STOP_DEADLINE_S = 3.0
+# A controller that starts on a busy machine is not silent yet.
+MIN_SILENCE_S = 60.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,7 +124,8 @@ def run_ppo(config: Any, task_runner_class: Any = None) -> Any:
                 # The Ray that is there has not our environment; what the runner starts inherits the runner's.
                 runner_class = runner_class.options(runtime_env=get_ppo_ray_runtime_env(config))
             runner = runner_class.remote()
-            result = follow(runner, runner.run.remote(config), guard, float(config.trainer.stall_timeout_s))
+            silence_s = max(MIN_SILENCE_S, float(config.trainer.stall_timeout_s))
+            result = follow(runner, runner.run.remote(config), guard, silence_s)
             if config.ray_kwargs.get("timeline_json_file"):
                 ray.timeline(filename=config.ray_kwargs.timeline_json_file)
             return result

@@ -26,9 +26,8 @@ import deterministic_runs as runs
 from rlflow.checkpoint import checkpoint_step
 from rlflow.observe.journal import read_lines
 from rlflow.observe.recorder import RunRecorder
-from rlflow.trainer.ppo.best import BEST, forget_best_after
-from rlflow.trainer.ppo.checkpointing import _checkpoint_to_load
-from rlflow.trainer.ppo.trajectories import remove_trajectories_after
+from rlflow.trainer.ppo import checkpointing
+from rlflow.trainer.ppo.best import BEST
 from rlflow.utils.errors import CheckpointError, RlflowError
 
 # 8 prompts, 2 a step: step 4 ends an epoch.
@@ -126,13 +125,14 @@ def prompts_by_step(run: Path) -> dict[int, list[str]]:
 
 def checkpoint_of(run: Path) -> Path | None:
     """What a resumed run would load."""
-    return _checkpoint_to_load(OmegaConf.create({"trainer": {"resume_mode": "auto", "default_local_dir": str(run)}}))
+    return checkpointing._checkpoint_to_load(
+        OmegaConf.create({"trainer": {"resume_mode": "auto", "default_local_dir": str(run)}})
+    )
 
 
 def go_back(run: Path, step: int) -> None:
     """What a resumed run does to its folder."""
-    remove_trajectories_after(run, step)
-    forget_best_after(run, step, OmegaConf.create({"trainer": {"best_mode": "max"}}))
+    checkpointing.go_back(run, step, OmegaConf.create({"trainer": {"best_mode": "max", "best_metric": None}}))
     recorder = RunRecorder(run)
     recorder.open(step, "", fresh=True)
     recorder.end(step, 1)

@@ -53,7 +53,7 @@ def scorer(folder: Path, body: str, top: str = "") -> ScorerSpec:
     return ScorerSpec(str(path))
 
 
-def run(spec: ScorerSpec, calls: int = 1, load_timeout_s: float = 30.0) -> list[object]:
+def run(spec: ScorerSpec, calls: int = 1, load_timeout_s: float = 30.0, loop: str = "asyncio") -> list[object]:
     async def main() -> list[object]:
         pool = ScorerPool(spec, 20.0, 1, load_timeout_s)
         try:
@@ -62,7 +62,9 @@ def run(spec: ScorerSpec, calls: int = 1, load_timeout_s: float = 30.0) -> list[
         finally:
             await pool.close()
 
-    return asyncio.run(main())
+    # Ray runs its asyncio actors on uvloop where it is installed.
+    with asyncio.Runner(loop_factory=pytest.importorskip(loop).new_event_loop) as runner:
+        return runner.run(main())
 
 
 def test_a_scorer_that_prints_megabytes_does_not_flood_the_log_and_scores(
@@ -75,9 +77,15 @@ def test_a_scorer_that_prints_megabytes_does_not_flood_the_log_and_scores(
     assert "lines of output left out" in shown[-1]
 
 
-def test_the_last_words_of_a_scorer_are_in_the_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_the_last_words_of_a_scorer_are_in_the_reason(tmp_path: Path, loop: str) -> None:
+    started = time.monotonic()
     with pytest.raises(InvalidRewardError, match="exited with code 3; it last wrote: cannot open the table"):
-        run(scorer(tmp_path, "print('hm'); print('cannot open the table', file=sys.stderr, flush=True); os._exit(3)"))
+        run(
+            scorer(tmp_path, "print('hm'); print('cannot open the table', file=sys.stderr, flush=True); os._exit(3)"),
+            loop=loop,
+        )
+    assert time.monotonic() - started < 10
 
 
 def test_an_import_that_hangs_has_its_own_short_deadline(tmp_path: Path) -> None:

@@ -41,6 +41,5 @@ def test_impossible_values_end_the_run(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "missing.parquet: no such file" in result.stderr
     assert "ppo_mini_batch_size=15" in result.stderr
-    assert "wandb" in result.stderr, "the default logger needs what this version lacks"
     assert "notice: device cpu" in result.stderr
     assert "Traceback" not in result.stderr

@@ -23,11 +23,14 @@ from rlflow.checkpoint import (
     find_latest_checkpoint,
     list_checkpoints,
     prune,
+    read_tracker,
     remove_leftovers,
+    step_folder,
     verify_manifest,
     write_tracker,
 )
 from rlflow.observe.feed import notice
+from rlflow.observe.journal import METRICS, read_lines
 from rlflow.single_controller.errors import WorkerError
 from rlflow.trainer.ppo.best import best_step, forget_best_after, mark_best
 from rlflow.trainer.ppo.trajectories import remove_trajectories_after
@@ -114,10 +117,19 @@ def load_trainer_checkpoint(trainer: PPOTrainer) -> int:
     folder = _checkpoint_to_load(trainer.config)
     step = 0 if folder is None else _restore(trainer, folder)
     if not trainer.config.trainer.val_only:
-        root = run_folder(trainer.config)
-        forget_best_after(root, step, trainer.config)
-        remove_trajectories_after(root, step)
+        go_back(run_folder(trainer.config), step, trainer.config)
     return step
+
+
+def go_back(root: Path, step: int, config: Any) -> None:
+    """Let the marks and records in a run folder be those of step `step`; journal and numbers are the recorder's part."""
+    forget_best_after(root, step, config)
+    remove_trajectories_after(root, step)
+    if step and read_tracker(root) is None and (root / METRICS).exists():
+        # The first checkpoint counts by its name; a run that died right after it was given has not marked it yet.
+        numbers = [line["data"] for line in read_lines(root / METRICS) if line["step"] == step]
+        if numbers:
+            mark_best(root, step, numbers[-1], saved=step_folder(root, step).is_dir(), config=config)
 
 
 def _restore(trainer: PPOTrainer, folder: Path) -> int:
