@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from rlflow.observe.journal import read_lines
 
 _composing = threading.Lock()
 # Figures of the clock and of memory; everything else of two runs must be equal.
-MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "actor/perf/", "weight_sync/seconds", "agent_loop/")
+MEASURED = re.compile(r"timing_|(.*/)?perf/|weight_sync/seconds|agent_loop/")
 
 REWARD = """
 import random, time
@@ -140,7 +141,7 @@ def record(run: Path, step: int) -> dict[str, Any]:
         if path.is_file()
     }
     for line in read_lines(run / "metrics.jsonl"):
-        numbers = {name: value for name, value in line["data"].items() if not name.startswith(MEASURED)}
+        numbers = {name: value for name, value in line["data"].items() if not MEASURED.match(name)}
         assert numbers and f"metrics of step {line['step']}" not in found
         found[f"metrics of step {line['step']}"] = numbers
     for kind in ("rollouts", "validation"):

@@ -14,6 +14,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from page_waits import settle  # noqa: E402 - found by the line above
+
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -71,8 +73,3 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     assert problems == []
-
-
-def settle(page: Any) -> None:
-    """Wait until the page shows what its address says."""
-    page.wait_for_function("() => document.documentElement.dataset.shown === location.hash")

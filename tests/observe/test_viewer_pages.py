@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import settle
+from page_waits import settle
 from runs import HOSTILE, write_long, write_run
 
 from rlflow.observe.records import RunFolder

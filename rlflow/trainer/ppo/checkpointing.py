@@ -122,7 +122,7 @@ def load_trainer_checkpoint(trainer: PPOTrainer) -> int:
 
 
 def go_back(root: Path, step: int, config: Any) -> None:
-    """Let the marks and records in a run folder be those of step `step`; journal and numbers are the recorder's part."""
+    """Take marks and records in a run folder back to `step`; journal and numbers are the recorder's part."""
     forget_best_after(root, step, config)
     remove_trajectories_after(root, step)
     if step and read_tracker(root) is None and (root / METRICS).exists():
