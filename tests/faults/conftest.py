@@ -118,6 +118,14 @@ class Launched:
 
 
 @pytest.fixture
+def attached(ray_cluster: None) -> dict[str, str]:
+    """Environment with which a launcher uses the Ray cluster of the test session."""
+    import ray
+
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+
+@pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """`launch(overrides, env)` starts the command."""
     launched: list[Launched] = []

@@ -99,7 +99,7 @@ CANARIES = {"key": "canary-key-1f6b3c", "url": "canary-url-9d2e7a", "env": "cana
 
 @pytest.fixture
 def ray_folder() -> Iterator[Path]:
-    # Short: the paths of Ray's sockets are limited to 107 bytes.
+    """For a Ray of its own, whose logs are searched too. Short: the paths of its sockets are limited to 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="rlf", dir="/tmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

@@ -35,12 +35,11 @@ def test_ctrl_c_while_generating_ends_the_run(launch: Launch, tiny_overrides: li
 
 
 def test_sigterm_while_training_leaves_the_cluster_it_was_attached_to(
-    launch: Launch, tiny_overrides: list[str], ray_cluster: None
+    launch: Launch, tiny_overrides: list[str], attached: dict[str, str]
 ) -> None:
     import ray
 
-    address = ray.get_runtime_context().gcs_address
-    run = launch([*tiny_overrides, "actor_rollout_ref.actor.ppo_epochs=100000"], {"RAY_ADDRESS": address})
+    run = launch([*tiny_overrides, "actor_rollout_ref.actor.ppo_epochs=100000"], attached)
     run.wait_for(lambda: any(event["stage"] == "adv" for event in run.events("stage")))
     run.wait_for(lambda: "ray::actor_rollout.update_actor" in run.titles())
     run.process.terminate()
@@ -51,8 +50,8 @@ def test_sigterm_while_training_leaves_the_cluster_it_was_attached_to(
     assert ray.get(ray.remote(num_cpus=0)(lambda: 5).remote(), timeout=60) == 5
 
 
-def test_sigint_while_models_load(launch: Launch, tiny_overrides: list[str]) -> None:
-    run = launch(tiny_overrides)
+def test_sigint_while_models_load(launch: Launch, tiny_overrides: list[str], attached: dict[str, str]) -> None:
+    run = launch(tiny_overrides, attached)
     run.wait_for((run.run_folder / "run.lock").exists)
     run.wait_for(lambda: any(title.startswith("ray::RoleHost") for title in run.titles()))
     run.process.send_signal(signal.SIGINT)

@@ -14,6 +14,7 @@ import pytest
 
 LAUNCHER = """
 import signal, subprocess, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves run under nohup
 from rlflow.trainer import interrupt
 interrupt.END_WITHIN_S = 1.5
 interrupt.SAME_SIGNAL_S = 0.2
