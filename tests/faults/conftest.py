@@ -47,7 +47,7 @@ class Launched:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**inherited, "TEST_MARK": self._mark, **(env or {})},
+                env={**inherited, "RLFLOW_FILE_LOGGER_ROOT": str(folder), "TEST_MARK": self._mark, **(env or {})},
                 start_new_session=True,
             )
         self._below: set[psutil.Process] = set()

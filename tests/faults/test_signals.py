@@ -68,7 +68,7 @@ def test_sigterm_while_ray_starts(launch: Launch, tiny_overrides: list[str]) -> 
 
 def test_when_the_launcher_is_killed_everything_else_ends_by_itself(launch: Launch, tiny_overrides: list[str]) -> None:
     run = launch([*tiny_overrides, *LONG_ANSWERS])
-    run.wait_for(lambda: run.events("issued"))
+    run.wait_for(lambda: {"raylet", "ray::HFServer"} <= run.titles())
     assert any("rlflow.reward_loop.child" in process.cmdline() for process in run.family())
     run.process.kill()
     code, seconds = run.end(END_WITHIN_S)
