@@ -104,19 +104,15 @@ class RunRecorder:
         self._lock.close()
 
     def _roll_back(self, step: int) -> int:
-        def events(lines: list[dict[str, Any]]) -> int:
+        def before_later_steps(lines: list[dict[str, Any]]) -> int:
+            return next((i for i, line in enumerate(lines) if line.get("step", 0) > step or step == 0), len(lines))
+
+        def until_saved(lines: list[dict[str, Any]]) -> int:
             saved = [i for i, line in enumerate(lines) if line.get("event") == "saved" and line.get("step") == step]
-            if saved:
-                return saved[-1] + 1
-            kept = [i for i, line in enumerate(lines) if line.get("step", 0) > step or step == 0]
-            return kept[0] if kept else len(lines)
+            return saved[-1] + 1 if saved else before_later_steps(lines)
 
-        def numbers(lines: list[dict[str, Any]]) -> int:
-            late = [i for i, line in enumerate(lines) if line.get("step", 0) > step or step == 0]
-            return late[0] if late else len(lines)
-
-        roll_back(self.folder / METRICS, numbers)
-        return roll_back(self.folder / JOURNAL, events)
+        roll_back(self.folder / METRICS, before_later_steps)
+        return roll_back(self.folder / JOURNAL, until_saved)
 
     def _write(self, event: str, step: int, *, durable: bool = False, **facts: Any) -> None:
         if self._journal is not None:

@@ -41,9 +41,11 @@ def mark_best(run_folder: Path, step: int, metrics: dict[str, Any], saved: bool,
     Returns:
         Whether this step is the best checkpoint now.
     """
+    if not any(name.startswith("val-") for name in metrics):
+        return False  # most steps validate nothing, and need no look at the disk
     state = _read(run_folder)
     metric = config.trainer.best_metric or state.get("metric") or first_core_mean(metrics)
-    if metric is None or not any(name.startswith("val-") for name in metrics):
+    if metric is None:
         return False
     if metric not in metrics:
         known = ", ".join(sorted(name for name in metrics if name.startswith("val-core/")))

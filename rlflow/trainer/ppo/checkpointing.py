@@ -47,10 +47,8 @@ def prepare_checkpoint(trainer: PPOTrainer) -> PendingDirectory:
     """Write the run's state after the current step, whole and on the disk, under a name that does not count yet."""
     import torch
 
-    root = run_folder(trainer.config)
-    root.mkdir(parents=True, exist_ok=True)
     step = trainer.global_steps
-    pending = PendingDirectory(root / f"global_step_{step}")
+    pending = PendingDirectory(step_folder(run_folder(trainer.config), step))
     with pending.filling() as folder:
         for name, group in _saved_groups(trainer):
             _save_group(group, folder / name, step)
