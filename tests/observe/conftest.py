@@ -19,7 +19,8 @@ from page_waits import settle  # noqa: E402 - found by the line above
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-@pytest.fixture(scope="session")
+# For one module: playwright keeps an event loop running in this thread, beside which other tests could start none.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A headless Chromium of the system; RLFLOW_CHROMIUM names another one."""
     from playwright.sync_api import sync_playwright
