@@ -86,7 +86,6 @@ def overrides(inputs: Path, model: Path, run: Path) -> list[str]:
         f"actor_rollout_ref.model.external_lib=[{inputs}/loops.py]",
         f"reward.custom_reward_function.path={inputs}/reward.py",
         f"trainer.default_local_dir={run}",
-        f"+transfer_queue.namespace={run.name}",
         f"trainer.rollout_data_dir={run}/rollouts",
         f"trainer.validation_data_dir={run}/validation",
         "trainer.device=cpu",

@@ -15,11 +15,14 @@ Invariants
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rlflow.observe.events import Event, Journal
 from rlflow.utils.errors import RlflowError
@@ -39,6 +42,8 @@ SERIES = (
     "advantages",
     "returns",
 )
+LOCK = "run.lock"
+LOCK_OWNER = re.compile(r"process (?P<pid>\d+) on (?P<node>\S+)")
 _TRAJECTORY_FILE = re.compile(r"^(val_)?(\d+)\.jsonl$")
 
 
@@ -152,6 +157,27 @@ class RunFolder:
                 rest = {name: value for name, value in line.items() if name not in ("event", "time", "step")}
                 events.append(Event(line["event"], float(line.get("time") or 0), int(line.get("step") or 0), rest))
         return Journal(events, lines.damaged)
+
+    def writer_lives(self) -> bool | None:
+        """Whether the process that last wrote here still lives; None where this machine cannot tell.
+
+        The lock file is read, not locked: a run that starts at this moment must get its lock.
+        """
+        path = self.path / LOCK
+        try:
+            owner = LOCK_OWNER.match(path.read_text(encoding="utf-8"))
+            locked = path.stat().st_mtime
+        except OSError:
+            return None
+        if owner is None or owner["node"] != os.uname().nodename:
+            return None
+        try:
+            # A process made after the lock has only inherited the number.
+            return psutil.Process(int(owner["pid"])).create_time() <= locked + 1
+        except psutil.NoSuchProcess:
+            return False
+        except psutil.Error:
+            return None
 
     def metrics(self) -> dict[int, dict[str, float | None]]:
         """Numbers by step, in order of the steps; lines of one step are merged."""

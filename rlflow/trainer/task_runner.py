@@ -11,10 +11,12 @@ import os
 import platform
 import sys
 import threading
+import uuid
 from typing import Any
 
 from rlflow.observe.feed import EventFeed, install_feed
 from rlflow.trainer.watchdog import Watchdog
+from rlflow.transfer_queue.settings import NAMESPACE_ENV
 from rlflow.utils.import_utils import import_external_libs, load_class_from_fqn
 from rlflow.utils.redact import protect_process, redact_text
 
@@ -59,6 +61,7 @@ class TaskRunner:
         trainer_cls = get_trainer_cls(config.trainer.v1.trainer_mode)
         with open_dict(config):
             config.transfer_queue.enable = True
+            config.transfer_queue.namespace = config.transfer_queue.get("namespace") or own_namespace()
         logger.debug("configuration:\n%s", OmegaConf.to_yaml(config))
         OmegaConf.resolve(config)
         self.config = config
@@ -82,6 +85,7 @@ class TaskRunner:
             return {"global_steps": self.trainer.global_steps}
         except BaseException as error:
             reason = redact_text(f"{type(error).__name__}: {error}")
+            self._fault(type(error).__name__, redact_text(str(error)))
             raise
         finally:
             watchdog.stop()
@@ -92,6 +96,7 @@ class TaskRunner:
                 self._shutdown()
                 tq.close()
                 self.feed.close()
+                install_feed(None)  # nobody reads it any more: later notices go to the log
 
     def _finish(self, exit_code: int, reason: str) -> None:
         """Close the records of the run; the first caller's exit code and reason count."""
@@ -99,6 +104,12 @@ class TaskRunner:
             first, self._ended = not self._ended, True
         if first and self.trainer is not None:
             self.trainer.close(exit_code, reason)
+
+    def _fault(self, what: str, text: str) -> None:
+        """Note in the journal what is about to end the run."""
+        with self._ending:
+            if self.trainer is not None and not self._ended:
+                self.trainer.recorder.event("fault", self.trainer.global_steps, what=what, text=text)
 
     def _draw(self) -> None:
         if self.trainer is not None and self.config.trainer.plots:
@@ -123,6 +134,7 @@ class TaskRunner:
         """Tell the launcher, which ends the run; then what is left of the records."""
         self.feed.publish({"type": "stalled", "text": report})
         logger.error("%s", report)
+        self._fault("stall", report)
         self._finish(1, report)
 
     def _progress(self, done: int, total: int) -> None:
@@ -143,6 +155,11 @@ class TaskRunner:
                 close()
             except Exception:  # noqa: BLE001 - the run's own result or error must not be replaced by a failed clean-up
                 logger.warning("shutting down %s failed", type(part).__name__, exc_info=True)
+
+
+def own_namespace() -> str:
+    """Where this run's table lives: runs that share a Ray cluster must not share their trajectories."""
+    return os.environ.get(NAMESPACE_ENV) or f"rlflow-{uuid.uuid4().hex[:12]}"
 
 
 def configure_logging() -> None:

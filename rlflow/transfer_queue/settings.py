@@ -14,7 +14,7 @@ from rlflow.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 DEFAULTS: dict[str, Any] = {
-    # Ray namespace of the named controller actor; runs that share a Ray cluster need different ones.
+    # Ray namespace of the named controller actor; runs that share a Ray cluster need different ones. None: the default.
     "namespace": "transfer_queue",
     # Deadline of one remote call.
     "rpc_timeout_s": 120.0,
@@ -62,6 +62,7 @@ def merge_config(conf: Any) -> dict[str, Any]:
         QueueArgumentError: (a ValueError) an unknown sampler.
     """
     config = _overlay(DEFAULTS, _plain(conf))
+    config["namespace"] = config["namespace"] or DEFAULTS["namespace"]
     simple = config["backend"]["SimpleStorage"]
     units, capacity = simple["num_data_storage_units"], simple["total_storage_size"]
     if not _is_count(units):

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlflow.observe.journal import read_lines
 from rlflow.utils.errors import RewardError
 
 REWARDS = {
@@ -78,6 +79,9 @@ def test_a_reward_that_never_works_ends_the_run_with_its_reason(
 ) -> None:
     with pytest.raises(RewardError, match="All 6 samples of this step have an invalid reward"):
         run_trainer([*tiny_overrides, custom_reward(tmp_path, REWARDS[kind]), "reward.timeout_s=5"])
+    fault, end = list(read_lines(tmp_path / "checkpoints" / "events.jsonl"))[-2:]
+    assert (fault["event"], fault["what"]) == ("fault", "RewardError") and "invalid reward" in fault["text"]
+    assert end["event"] == "run_ended" and end["exit_code"] == 1
 
 
 @pytest.mark.timeout(200)

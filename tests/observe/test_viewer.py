@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,26 @@ def test_the_overview_has_facts_headlines_and_prompts(run: RunFolder, tmp_path: 
         "uids: e0r3a0; reason: all sessions failed: RewardError",
     ):
         assert expected in words, expected
+
+
+def test_running_killed_and_unknown_are_told_apart(tmp_path: Path) -> None:
+    folder = write_running(tmp_path / "run")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(timeout=30)
+    for owner, expected in (
+        (f"process {os.getpid()} on {os.uname().nodename}", "The run was still going"),
+        (f"process {dead.pid} on {os.uname().nodename}", "The run was killed"),
+        (f"process {os.getpid()} on another-machine", "was still going when this was made, or it was killed"),
+    ):
+        (folder / "run.lock").write_text(f"{owner}\n")
+        assert expected in write_view(RunFolder(folder), tmp_path / "out").index.read_text()
+
+
+def test_a_number_taken_by_a_later_process_is_no_sign_of_life(tmp_path: Path) -> None:
+    folder = write_running(tmp_path / "run")
+    (folder / "run.lock").write_text(f"process {os.getpid()} on {os.uname().nodename}\n")
+    os.utime(folder / "run.lock", (1.0, 1.0))
+    assert RunFolder(folder).writer_lives() is False
 
 
 def test_a_run_without_numbers_config_or_trajectories_has_pages_too(tmp_path: Path) -> None:

@@ -136,9 +136,13 @@ def run_facts(run: RunFolder, journal: Journal, metrics: Metrics) -> list[tuple[
     return facts
 
 
-def status(journal: Journal) -> tuple[str, str]:
-    """(word, sentence) about where the run stands."""
+def status(journal: Journal, writer_lives: bool | None) -> tuple[str, str]:
+    """(word, sentence) about where the run stands; `writer_lives` as `RunFolder.writer_lives`."""
     end = journal.end
+    if end is None and writer_lives:
+        return "running", "The run was still going when this was made."
+    if end is None and writer_lives is False:
+        return "killed", "The run was killed: its journal has no end, and its process is gone."
     if end is None:
         return "no end yet", "The journal has no end: the run was still going when this was made, or it was killed."
     code, reason = end.data.get("exit_code"), end.data.get("reason") or ""

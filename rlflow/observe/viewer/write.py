@@ -153,7 +153,7 @@ def _write_page(
         lstrip_blocks=True,
     )
     environment.filters |= {"visible": visible, "number": number_text, "duration": duration_text}
-    word, sentence = summary.status(journal)
+    word, sentence = summary.status(journal, run.writer_lives())
     page = environment.get_template("index.html.j2").render(
         title=run.path.resolve().name,
         status={"word": word, "sentence": sentence},
