@@ -83,6 +83,7 @@ def run_trainer(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """`run(overrides, trainer_cls)` runs the task runner in this process and returns it."""
     from rlflow.config.checks import validate_config
     from rlflow.config.overrides import compose_config
+    from rlflow.observe.feed import current_feed
     from rlflow.trainer.ppo import trainer_base
     from rlflow.trainer.task_runner import TaskRunner
 
@@ -95,6 +96,7 @@ def run_trainer(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             monkeypatch.setitem(trainer_base._TRAINERS, "sync", trainer_cls)
         runner = TaskRunner()
         runner.run(config)
+        assert current_feed() is None, "notices after a run go to the log again"
         return runner
 
     # The built-in trainer registers itself on import; do that before a test replaces it.
