@@ -39,6 +39,8 @@ from rlflow.workers.training_worker import TrainingWorker
 
 __all__ = ["ActorRolloutRefWorker", "TrainingWorker", "TrainingWorkerConfig"]
 
+# Outputs of the model under the names of the queue's fields.
+OLD_LOG_PROB_FIELDS = {"log_probs": "old_log_probs", "entropy": "entropy"}
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 
 
@@ -142,7 +144,7 @@ class ActorRolloutRefWorker(Worker):
         Returns jagged rows aligned with `responses`: `old_log_probs` fp32 [N, j], `entropy` fp32 [N, j] (nats).
         """
         options = {"use_dynamic_bsz": self.rollout_config.log_prob_use_dynamic_bsz, "calculate_entropy": True}
-        return _log_prob_rows(self._actor(), data, options, {"log_probs": "old_log_probs", "entropy": "entropy"})
+        return _log_prob_rows(self._actor(), data, options, OLD_LOG_PROB_FIELDS)
 
     @register(
         dispatch_mode=mesh("ref"),
@@ -158,12 +160,23 @@ class ActorRolloutRefWorker(Worker):
 
     @register(
         dispatch_mode=mesh("actor"),
-        reads=("input_ids", "responses", "response_mask", "old_log_probs", "advantages"),
-        optional_reads=("position_ids", "ref_log_prob", "rollout_is_weights"),
+        reads=("input_ids", "responses", "response_mask", "advantages"),
+        optional_reads=("position_ids", "old_log_probs", "ref_log_prob", "rollout_is_weights"),
+        optional_writes=("old_log_probs", "entropy"),
     )
     def update_actor(self, data: TensorDict) -> TensorDict | None:
-        """Train on the rows; see `TrainingWorker.train_mini_batch`. Returns `metrics` only."""
-        return self._actor().train_mini_batch(data)
+        """Train on the rows; see `TrainingWorker.train_mini_batch`. Returns `metrics`.
+
+        With the option `fuse_old_log_prob` the rows bring no `old_log_probs`: those of the update's own forward are
+        the old ones, which is exact for a single optimizer step. They are returned as `compute_log_prob` does.
+        """
+        data = data.copy()
+        if not tu.get(data, "fuse_old_log_prob", False):
+            return self._actor().train_mini_batch(data)
+        if "old_log_probs" in data.keys():
+            data.pop("old_log_probs")
+        tu.assign_non_tensor_whole(data, {"return_model_output": True, "calculate_entropy": True})
+        return _renamed(self._actor().train_mini_batch(data), OLD_LOG_PROB_FIELDS)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_loss_fn(self, loss_fn: LossFunction) -> None:
@@ -236,7 +249,15 @@ def _log_prob_rows(
     """Inference without a loss; outputs under the names of the queue's fields."""
     data = data.copy()
     tu.assign_non_tensor_whole(data, options | {"compute_loss": False})
-    output = worker.infer_batch(data)
+    output = _renamed(worker.infer_batch(data), names)
+    if output is not None:
+        tu.pop(output, "metrics")
+    return output
+
+
+def _renamed(output: TensorDict | None, names: dict[str, str]) -> TensorDict | None:
+    """Outputs of a model under the names of the queue's fields, with the metrics."""
     if output is None:
         return None
-    return tu.get_tensordict({field: output[name] for name, field in names.items()})
+    fields = {field: output[name] for name, field in names.items()}
+    return tu.get_tensordict(fields, {"metrics": tu.get(output, "metrics")})

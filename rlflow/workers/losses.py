@@ -68,8 +68,10 @@ def ppo_loss(
     weights = None
     if "rollout_is_weights" in data.keys():
         weights = response_field(data, "rollout_is_weights", lengths)
+    # The policy has not moved since the rollout's batch was complete: what it says now is what it said then.
+    fused = "old_log_probs" not in data.keys() and tu.get(data, "fuse_old_log_prob", False)
     pg_loss, pg_metrics = get_policy_loss_fn(config.policy_loss.loss_mode)(
-        old_log_prob=response_field(data, "old_log_probs", lengths),
+        old_log_prob=log_prob.detach() if fused else response_field(data, "old_log_probs", lengths),
         log_prob=log_prob,
         advantages=response_field(data, "advantages", lengths),
         response_mask=mask,

@@ -42,6 +42,7 @@ class UpdateOptions:
     seed: int = 42
     dataloader_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     disable_auto_offload: bool = False
+    return_model_output: bool = False
 
     @classmethod
     def pop_from(cls, data: TensorDict) -> UpdateOptions:
@@ -138,8 +139,12 @@ class TrainingWorker(Worker):
         Options in the batch: see `UpdateOptions` and `BatchOptions`.
 
         Returns:
-            A batch without rows whose `metrics` (name -> `Metric`) hold the loss function's metrics, `loss`,
-            `grad_norm`, `lr`, `skipped_steps`, memory, and `mfu` where the device is known.
+            A batch whose `metrics` (name -> `Metric`) hold the loss function's metrics, `loss`, `grad_norm`, `lr`,
+            `skipped_steps`, memory, and `mfu` where the device is known. It has no rows, or with `return_model_output`
+            those of `data` with the model's outputs, jagged and on the CPU, from before the one optimizer step.
+
+        Raises:
+            ContractError: sizes that do not divide, or `return_model_output` with more than one optimizer step.
         """
         loss_fn = self._loss_fn()
         data = data.copy()
@@ -149,17 +154,25 @@ class TrainingWorker(Worker):
         tu.pop(data, "global_batch_size")
         rows = options.rows_per_rank(data.batch_size[0], self.engine.get_data_parallel_size())
         seed = options.seed + self.engine.get_data_parallel_rank()
+        one_step = rows == data.batch_size[0] and options.epochs == 1 and not options.dataloader_kwargs.get("shuffle")
+        if options.return_model_output and not one_step:
+            raise ContractError(
+                f"return_model_output needs one optimizer step over rows in their order; {data.batch_size[0]} rows a "
+                f"rank in mini-batches of {rows}, {options.epochs} epochs, {options.dataloader_kwargs} are not that"
+            )
         steps: list[_Step] = []
         lengths: list[int] = []
+        outputs: dict[str, Any] = {}
         started = time.perf_counter()
         with self.engine.train_mode(disable_auto_offload=options.disable_auto_offload):
             for mini in tu.make_iterator(data, rows, options.epochs, seed, options.dataloader_kwargs):
-                steps.append(self._train_step(mini, loss_fn))
+                step, outputs = self._train_step(mini, loss_fn)
+                steps.append(step)
                 lengths.extend(tu.nested_lengths(mini["input_ids"]).tolist())
         metrics = self._gather(steps, lengths, time.perf_counter() - started, forward_only=False)
         if update_lr:
             metrics["lr"] = Metric(AggregationType.LAST, self.engine.lr_scheduler_step())
-        return self._output(metrics)
+        return self._output(metrics, outputs if options.return_model_output else {})
 
     @register(dispatch_mode=mesh("train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict | None:
@@ -171,7 +184,7 @@ class TrainingWorker(Worker):
         tu.pop(data, "global_batch_size")
         started = time.perf_counter()
         with self.engine.train_mode(disable_auto_offload=offload):
-            step = self._train_step(data, loss_fn)
+            step, _ = self._train_step(data, loss_fn)
         lengths = tu.nested_lengths(data["input_ids"]).tolist()
         metrics = self._gather([step], lengths, time.perf_counter() - started, forward_only=False)
         if update_lr:
@@ -198,25 +211,23 @@ class TrainingWorker(Worker):
         steps = [_Step(outputs["metrics"], sum(outputs["loss"]))] if loss_fn is not None else []
         lengths = tu.nested_lengths(data["input_ids"]).tolist()
         metrics = self._gather(steps, lengths, time.perf_counter() - started, forward_only=True)
-        if not self.engine.is_mp_src_rank_with_outputs():
-            return None
-        fields = {name: value for name, value in outputs["model_output"].items() if value is not None}
-        return tu.get_tensordict(fields, {"metrics": metrics})
+        return self._output(metrics, outputs["model_output"])
 
     def _loss_fn(self) -> LossFunction:
         if self.loss_fn is None:
             raise ContractError("no loss function: call set_loss_fn before training")
         return self.loss_fn
 
-    def _train_step(self, data: TensorDict, loss_fn: LossFunction) -> _Step:
+    def _train_step(self, data: TensorDict, loss_fn: LossFunction) -> tuple[_Step, dict[str, Any]]:
         outputs = self.engine.train_batch(data, loss_fn)
         grad_norm = outputs["metrics"].pop("grad_norm")
-        return _Step(outputs["metrics"], sum(outputs["loss"]), grad_norm)
+        return _Step(outputs["metrics"], sum(outputs["loss"]), grad_norm), outputs["model_output"]
 
-    def _output(self, metrics: Metrics) -> TensorDict | None:
+    def _output(self, metrics: Metrics, model_output: dict[str, Any] | None = None) -> TensorDict | None:
         if not self.engine.is_mp_src_rank_with_outputs():
             return None
-        return tu.get_tensordict({}, {"metrics": metrics})
+        fields = {name: value for name, value in (model_output or {}).items() if value is not None}
+        return tu.get_tensordict(fields, {"metrics": metrics})
 
     # ---- metrics -------------------------------------------------------------------------------------------------
 

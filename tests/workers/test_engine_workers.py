@@ -107,6 +107,41 @@ def test_an_on_policy_update_starts_at_ratio_one_and_reports_typed_metrics(worke
     assert {"loss", "actor/pg_loss", "actor/entropy_loss", "actor/pg_clipfrac_lower"} <= set(out)
 
 
+def test_a_fused_update_is_the_update_after_a_log_prob_pass(tiny_model):
+    inputs = tu.get_keys(tiny.make_batch(8), ["input_ids", "responses"])
+    apart, fused = (make_worker(tiny_model, role="actor_rollout") for _ in range(2))
+    expected = apart.compute_log_prob(inputs)
+    numbers = metrics_of(apart.update_actor(batch(apart)))
+    data = tiny.make_batch(8)
+    data.pop("old_log_probs", None)
+    options = {"mini_batch_size": 8, "temperature": 1.0, "fuse_old_log_prob": True}
+    out = fused.update_actor(tu.assign_non_tensor_whole(data, options))
+    for name in ("old_log_probs", "entropy"):
+        torch.testing.assert_close(out[name].values(), expected[name].values(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(tu.nested_lengths(out[name]), tu.nested_lengths(data["responses"]))
+    found = {name: metric.aggregate() for name, metric in tu.get(out, "metrics").items()}
+    assert found["grad_norm"] == pytest.approx(numbers["grad_norm"], rel=1e-4)
+    assert found["actor/pg_loss"] == pytest.approx(numbers["actor/pg_loss"], abs=1e-5)
+    assert found["actor/ppo_kl"] == 0.0
+    for (_, a), (_, b) in zip(
+        apart.actor.engine.get_per_tensor_param()[0], fused.actor.engine.get_per_tensor_param()[0], strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_a_fused_update_of_several_steps_is_refused(worker):
+    data = batch(worker, mini_batch_size=4, fuse_old_log_prob=True)
+    with pytest.raises(ContractError, match="one optimizer step"):
+        worker.update_actor(data)
+
+
+def test_an_update_without_old_log_probs_is_refused(worker):
+    data = batch(worker)
+    data.pop("old_log_probs")
+    with pytest.raises(ContractError, match="the loss needs old_log_probs"):
+        worker.update_actor(data)
+
+
 def test_mini_batches_and_epochs_are_optimizer_steps_and_one_schedule_step(tiny_model):
     worker = make_worker(tiny_model, "actor_rollout_ref.actor.optim.lr_warmup_steps=4", role="actor_rollout")
     engine = worker.actor.engine
@@ -216,6 +251,7 @@ def test_every_call_declares_what_it_reads_and_writes():
     declared = dict(registered_methods(ActorRolloutRefWorker))
     assert declared["compute_log_prob"]["writes"] == ("old_log_probs", "entropy")
     assert declared["compute_ref_log_prob"]["writes"] == ("ref_log_prob",)
-    assert {"old_log_probs", "advantages", "response_mask"} <= set(declared["update_actor"]["reads"])
+    assert {"advantages", "response_mask"} <= set(declared["update_actor"]["reads"])
+    assert "old_log_probs" in declared["update_actor"]["optional_reads"]
     assert declared["compute_ref_log_prob"]["mesh"] == "ref"
     assert not declared["update_weights"]["blocking"]
