@@ -19,9 +19,15 @@ class KLControlConfig(BaseConfig):
 
 @dataclass
 class FilterGroupsConfig(BaseConfig):
-    """Dynamic sampling: drop prompt groups whose metric does not vary."""
+    """Dynamic sampling (DAPO, Yu et al. 2025, section 3.2): groups whose metric does not vary are dropped and replaced.
+
+    Units: both limits count batches of `data.train_batch_size` prompts.
+    """
 
     enable: bool = False
+    metric: str | None = None
+    max_num_gen_batches: int = 0
+    max_inflight_gen_batches: int = 1
 
 
 @dataclass
@@ -32,6 +38,8 @@ class AlgoConfig(BaseConfig):
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
+    gdpo_reward_keys: list[str] | None = None
+    gdpo_reward_weights: list[float] | None = None
     use_kl_in_reward: bool = False
     kl_penalty: str = "kl"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
