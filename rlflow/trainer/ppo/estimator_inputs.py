@@ -19,9 +19,10 @@ from rlflow.trainer.ppo.batching import partition_of, real_rows
 from rlflow.trainer.ppo.dumps import reward_extras
 from rlflow.trainer.ppo.metric_utils import spread
 from rlflow.trainer.ppo.replay_buffer import final_outputs, uid_of
+from rlflow.trainer.ppo.reward_values import reward_number
 from rlflow.transfer_queue import KVBatchMeta
-from rlflow.utils.errors import RewardError
 
+KEYS = "algorithm.gdpo_reward_keys"
 # Fields that a built-in estimator cannot do without, for the check at start-up.
 NEEDED_FIELDS = {"gae": ("values",), **dict.fromkeys(OPTIMAL_TOKEN_BASELINES, ("old_log_probs", "sum_pi_squared"))}
 
@@ -41,7 +42,7 @@ def reward_baselines(batch: KVBatchMeta, metrics: dict[str, Any]) -> Tensor:
 
 
 def reward_components(batch: KVBatchMeta, names: list[str], metrics: dict[str, Any]) -> dict[str, Tensor]:
-    """The rewards of each row by name, fp32 [B] each; 0 for padding and for rows with an invalid reward.
+    """The rewards of each row by name, fp32 [B] each; NaN for padding and for rows with an invalid reward.
 
     Adds `gdpo/{name}/{mean,std,max,min}` over the last outputs of sessions with a valid reward (std: population).
 
@@ -51,26 +52,15 @@ def reward_components(batch: KVBatchMeta, names: list[str], metrics: dict[str, A
     real = real_rows(batch)
     keys, tags = [batch.keys[row] for row in real], [batch.tags[row] for row in real]
     infos = reward_extras(tq.kv_batch_get(keys, partition_of(batch), ["extra_fields"]), tags)
+    rows = list(zip(keys, tags, infos, strict=True))
     counted = [row for row in final_outputs(keys) if not tags[row].get("invalid")]
     components = {}
     for name in names:
-        own = [0.0 if tag.get("invalid") else _number(name, key, i) for key, tag, i in zip(keys, tags, infos, strict=True)]
-        values = torch.zeros(len(batch))
+        own = [math.nan if tag.get("invalid") else reward_number(info, name, key, KEYS) for key, tag, info in rows]
+        values = torch.full((len(batch),), math.nan)
         values[torch.tensor(real)] = torch.tensor(own)
         components[name] = values
         shown = torch.tensor([own[row] for row in counted])
-        if shown.numel():
-            metrics.update({**spread(f"gdpo/{name}", shown), f"gdpo/{name}/std": shown.std(correction=0).item()})
+        std = shown.std(correction=0).item() if counted else math.nan
+        metrics.update({**spread(f"gdpo/{name}", shown), f"gdpo/{name}/std": std})
     return components
-
-
-def _number(name: str, key: str, info: dict[str, Any]) -> float:
-    value = info.get(name)
-    if isinstance(value, (bool, int, float)) and math.isfinite(value):
-        return float(value)
-    there = sorted(other for other, item in info.items() if isinstance(item, (bool, int, float)))
-    raise RewardError(
-        f"algorithm.gdpo_reward_keys names {name}, but the reward function gave trajectory {key} "
-        + (f"{value!r} under it" if name in info else "no such number")
-        + f". It returned {', '.join(there) or 'no number'}; return every key in the dict of every answer, beside `score`."
-    )

@@ -18,7 +18,6 @@ Invariants
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import rlflow.transfer_queue as tq
 from rlflow.trainer.ppo.dumps import reward_extras
 from rlflow.trainer.ppo.replay_buffer import final_outputs, session_of, uid_of
+from rlflow.trainer.ppo.reward_values import reward_number
 from rlflow.utils.errors import RewardError
 
 if TYPE_CHECKING:
@@ -142,21 +142,12 @@ class GroupFilter:
         """The metric of each session with a valid reward, from its last output."""
         data = tq.kv_batch_get(keys, "train", ["extra_fields"])
         infos = reward_extras(data, tags)
-        values = []
-        for row in final_outputs(keys):
-            if tags[row].get("invalid"):
-                continue
-            value = infos[row].get(self.metric)
-            if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
-                there = sorted(name for name, item in infos[row].items() if isinstance(item, (bool, int, float)))
-                raise RewardError(
-                    f"algorithm.filter_groups.metric={self.metric}: trajectory {keys[row]} has "
-                    + (f"{value!r} under this name" if self.metric in infos[row] else "no such number")
-                    + f". The reward function returned {', '.join(there) or 'no number beside the score'}; choose one "
-                    "of these, or return it in the dict beside `score`."
-                )
-            values.append(float(value))
-        return values
+        option = "algorithm.filter_groups.metric"
+        return [
+            reward_number(infos[row], self.metric, keys[row], option)
+            for row in final_outputs(keys)
+            if not tags[row].get("invalid")
+        ]
 
     def _drop(self, view: PartitionView, uid: str, keys: list[str], reason: str) -> None:
         self.dropped_markers.append(view.tags[uid])

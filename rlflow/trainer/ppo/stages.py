@@ -185,5 +185,16 @@ def compute_step_metrics(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metri
     all_tokens = sum(int(tag["seq_len"]) for tag in batch.tags)
     metrics.update(metric_utils.compute_timing_metrics(timing, response_tokens, all_tokens))
     metrics.update(metric_utils.compute_throughput_metrics(timing, all_tokens, trainer.runtime.n_devices))
+    if estimator_inputs.wants_sum_pi_squared(trainer.config):
+        metrics.update(_variance_proxies([batch.keys[row] for row in rows], partition_of(batch), metrics))
     metrics["training/global_step"] = trainer.global_steps
     metrics["training/epoch"] = trainer.feed.epoch_of(uid_of(batch.keys[row]) for row in rows)
+
+
+def _variance_proxies(keys: list[str], partition: str, metrics: Metrics) -> dict[str, float]:
+    """Signal and noise of the gradient; the norm is that of the step's update, none in a step that trains the critic."""
+    optional = ("rollout_is_weights",)
+    names = ["sum_pi_squared", "old_log_probs", "advantages", "response_mask", *optional]
+    data = tq.kv_batch_get(keys, partition, names, missing_ok=optional)
+    norm = metrics.get("actor/grad_norm")
+    return metric_utils.compute_variance_proxy_metrics(data, None if norm is None else norm.aggregate())
