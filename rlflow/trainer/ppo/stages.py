@@ -77,26 +77,24 @@ def compute_advantage(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics)
     _refuse_a_step_without_rewards(batch)
     names = ["response_mask", "rm_scores", *advantage.OPTIONAL_FIELDS]
     data = tq.kv_batch_get(batch.keys, partition_of(batch), names, missing_ok=advantage.OPTIONAL_FIELDS)
-    dense = advantage.to_dense(data)
-    rewards = dense["rm_scores"]
+    rewards = data["rm_scores"]
     algorithm = trainer.config.algorithm
     if trainer.kl_controller is not None:
-        rewards, kl_metrics = advantage.apply_kl_penalty(dense, trainer.kl_controller, algorithm.kl_penalty)
+        rewards, kl_metrics = advantage.apply_kl_penalty(data, trainer.kl_controller, algorithm.kl_penalty)
         metrics.update(kl_metrics)
-    advantages, returns = advantage.compute_advantage(batch.keys, rewards, dense, algorithm)
-    like = data["response_mask"]
-    written = {"advantages": advantage.to_jagged(advantages, like), "returns": advantage.to_jagged(returns, like)}
+    advantages, returns = advantage.compute_advantages(batch.keys, data, algorithm, rewards=rewards)
+    written = {"advantages": advantages, "returns": returns}
     if trainer.kl_controller is not None:
-        written["token_level_rewards"] = advantage.to_jagged(rewards, like)
+        written["token_level_rewards"] = rewards
     tq.kv_batch_put(batch.keys, partition_of(batch), fields=tu.get_tensordict(written))
 
     rows = real_rows(batch)
     select = torch.tensor(rows)
-    dense |= {"advantages": advantages, "returns": returns}
+    dense = advantage.to_dense(data) | {name: nested_to_padded(value) for name, value in written.items()}
     tags = [batch.tags[row] for row in rows]
     limits = (trainer.config.data.max_prompt_length, trainer.config.data.max_response_length)
     shown = {name: value[select] for name, value in dense.items()}
-    metrics.update(metric_utils.compute_data_metrics(shown, rewards[select], tags, limits))
+    metrics.update(metric_utils.compute_data_metrics(shown, nested_to_padded(rewards)[select], tags, limits))
     metrics.update(metric_utils.compute_version_metrics(tags, trainer.global_steps))
     return batch
 
