@@ -16,7 +16,12 @@ from __future__ import annotations
 
 from rlflow.trainer.ppo.core_algos.aggregate import agg_loss
 from rlflow.trainer.ppo.core_algos.gae import compute_gae_advantage_return
-from rlflow.trainer.ppo.core_algos.group_relative import compute_grpo_outcome_advantage
+from rlflow.trainer.ppo.core_algos.gdpo import compute_gdpo_outcome_advantage
+from rlflow.trainer.ppo.core_algos.gpg import compute_gpg_outcome_advantage
+from rlflow.trainer.ppo.core_algos.group_relative import (
+    compute_grpo_outcome_advantage,
+    compute_grpo_vectorized_outcome_advantage,
+)
 from rlflow.trainer.ppo.core_algos.group_stats import GroupStats, group_stats
 from rlflow.trainer.ppo.core_algos.kl import (
     AdaptiveKLController,
@@ -27,15 +32,32 @@ from rlflow.trainer.ppo.core_algos.kl import (
 )
 from rlflow.trainer.ppo.core_algos.losses.value import compute_value_loss
 from rlflow.trainer.ppo.core_algos.losses.vanilla import compute_policy_loss_vanilla
+from rlflow.trainer.ppo.core_algos.opo import compute_opo_outcome_advantage
+from rlflow.trainer.ppo.core_algos.optimal_token_baseline import (
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_optimal_token_baseline_advantage,
+)
+from rlflow.trainer.ppo.core_algos.passk import compute_grpo_passk_outcome_advantage
 from rlflow.trainer.ppo.core_algos.registry import (
     ADV_ESTIMATOR_REGISTRY,
     POLICY_LOSS_REGISTRY,
     AdvantageEstimator,
     PolicyLossFn,
     get_adv_estimator_fn,
+    get_outcome_fn,
     get_policy_loss_fn,
     register_adv_est,
     register_policy_loss,
+)
+from rlflow.trainer.ppo.core_algos.reinforce_plus_plus import (
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+)
+from rlflow.trainer.ppo.core_algos.remax import compute_remax_outcome_advantage
+from rlflow.trainer.ppo.core_algos.rewards import compute_rewards
+from rlflow.trainer.ppo.core_algos.rloo import (
+    compute_rloo_outcome_advantage,
+    compute_rloo_vectorized_outcome_advantage,
 )
 
 __all__ = [
@@ -48,11 +70,25 @@ __all__ = [
     "PolicyLossFn",
     "agg_loss",
     "compute_gae_advantage_return",
+    "compute_gdpo_outcome_advantage",
+    "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_grpo_vectorized_outcome_advantage",
+    "compute_multi_turn_optimal_token_baseline_advantage",
+    "compute_opo_outcome_advantage",
+    "compute_optimal_token_baseline_advantage",
     "compute_policy_loss_vanilla",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rewards",
+    "compute_rloo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage",
     "compute_value_loss",
     "get_adv_estimator_fn",
     "get_kl_controller",
+    "get_outcome_fn",
     "get_policy_loss_fn",
     "group_stats",
     "kl_penalty",
