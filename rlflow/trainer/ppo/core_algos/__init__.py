@@ -25,8 +25,24 @@ from rlflow.trainer.ppo.core_algos.kl import (
     kl_penalty,
     kl_penalty_forward,
 )
-from rlflow.trainer.ppo.core_algos.losses.value import compute_value_loss
-from rlflow.trainer.ppo.core_algos.losses.vanilla import compute_policy_loss_vanilla
+from rlflow.trainer.ppo.core_algos.losses import (
+    compute_entropy_loss,
+    compute_policy_loss,
+    compute_policy_loss_bypass_mode,
+    compute_policy_loss_cispo,
+    compute_policy_loss_clip_cov,
+    compute_policy_loss_dppo_kl,
+    compute_policy_loss_dppo_tv,
+    compute_policy_loss_dro,
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gpg,
+    compute_policy_loss_gspo,
+    compute_policy_loss_kl_cov,
+    compute_policy_loss_reinforce,
+    compute_policy_loss_sapo,
+    compute_policy_loss_vanilla,
+    compute_value_loss,
+)
 from rlflow.trainer.ppo.core_algos.registry import (
     ADV_ESTIMATOR_REGISTRY,
     POLICY_LOSS_REGISTRY,
@@ -37,6 +53,7 @@ from rlflow.trainer.ppo.core_algos.registry import (
     register_adv_est,
     register_policy_loss,
 )
+from rlflow.trainer.ppo.core_algos.rollout_correction import compute_rollout_correction
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",
@@ -47,9 +64,24 @@ __all__ = [
     "GroupStats",
     "PolicyLossFn",
     "agg_loss",
+    "compute_entropy_loss",
     "compute_gae_advantage_return",
     "compute_grpo_outcome_advantage",
+    "compute_policy_loss",
+    "compute_policy_loss_bypass_mode",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_dppo_kl",
+    "compute_policy_loss_dppo_tv",
+    "compute_policy_loss_dro",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_kl_cov",
+    "compute_policy_loss_reinforce",
+    "compute_policy_loss_sapo",
     "compute_policy_loss_vanilla",
+    "compute_rollout_correction",
     "compute_value_loss",
     "get_adv_estimator_fn",
     "get_kl_controller",
