@@ -21,6 +21,7 @@ ALIASES: dict[str, str] = {
     "rlflow.experimental.reward_loop": "rlflow.reward_loop",
     "rlflow.experimental.reward_loop.reward_manager": "rlflow.reward_loop.reward_manager",
     "rlflow.trainer.config": "rlflow.config",
+    "rlflow.trainer.config.algorithm": "rlflow.config.algorithm",
     "rlflow.trainer.ppo.v1": "rlflow.trainer.ppo",
     "rlflow.trainer.ppo.v1.replay_buffer": "rlflow.trainer.ppo.replay_buffer",
     "rlflow.trainer.ppo.v1.trainer_base": "rlflow.trainer.ppo.trainer_base",

@@ -1,10 +1,11 @@
-"""`algorithm`: advantage estimator and KL control."""
+"""`algorithm`: advantage estimator, KL control and rollout correction."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from rlflow.config.base import BaseConfig
+from rlflow.config.rollout_correction import RolloutCorrectionConfig
 
 
 @dataclass
@@ -44,3 +45,4 @@ class AlgoConfig(BaseConfig):
     kl_penalty: str = "kl"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig | None = field(default_factory=RolloutCorrectionConfig)

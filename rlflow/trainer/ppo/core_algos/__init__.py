@@ -30,8 +30,24 @@ from rlflow.trainer.ppo.core_algos.kl import (
     kl_penalty,
     kl_penalty_forward,
 )
-from rlflow.trainer.ppo.core_algos.losses.value import compute_value_loss
-from rlflow.trainer.ppo.core_algos.losses.vanilla import compute_policy_loss_vanilla
+from rlflow.trainer.ppo.core_algos.losses import (
+    compute_entropy_loss,
+    compute_policy_loss,
+    compute_policy_loss_bypass_mode,
+    compute_policy_loss_cispo,
+    compute_policy_loss_clip_cov,
+    compute_policy_loss_dppo_kl,
+    compute_policy_loss_dppo_tv,
+    compute_policy_loss_dro,
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gpg,
+    compute_policy_loss_gspo,
+    compute_policy_loss_kl_cov,
+    compute_policy_loss_reinforce,
+    compute_policy_loss_sapo,
+    compute_policy_loss_vanilla,
+    compute_value_loss,
+)
 from rlflow.trainer.ppo.core_algos.opo import compute_opo_outcome_advantage
 from rlflow.trainer.ppo.core_algos.optimal_token_baseline import (
     compute_multi_turn_optimal_token_baseline_advantage,
@@ -59,6 +75,7 @@ from rlflow.trainer.ppo.core_algos.rloo import (
     compute_rloo_outcome_advantage,
     compute_rloo_vectorized_outcome_advantage,
 )
+from rlflow.trainer.ppo.core_algos.rollout_correction import compute_rollout_correction
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",
@@ -69,6 +86,7 @@ __all__ = [
     "GroupStats",
     "PolicyLossFn",
     "agg_loss",
+    "compute_entropy_loss",
     "compute_gae_advantage_return",
     "compute_gdpo_outcome_advantage",
     "compute_gpg_outcome_advantage",
@@ -85,6 +103,21 @@ __all__ = [
     "compute_rewards",
     "compute_rloo_outcome_advantage",
     "compute_rloo_vectorized_outcome_advantage",
+    "compute_policy_loss",
+    "compute_policy_loss_bypass_mode",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_dppo_kl",
+    "compute_policy_loss_dppo_tv",
+    "compute_policy_loss_dro",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_kl_cov",
+    "compute_policy_loss_reinforce",
+    "compute_policy_loss_sapo",
+    "compute_policy_loss_vanilla",
+    "compute_rollout_correction",
     "compute_value_loss",
     "get_adv_estimator_fn",
     "get_kl_controller",
