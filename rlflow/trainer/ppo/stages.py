@@ -96,7 +96,7 @@ def compute_advantage(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics)
     tags = [batch.tags[row] for row in rows]
     limits = (trainer.config.data.max_prompt_length, trainer.config.data.max_response_length)
     shown = {name: value[select] for name, value in dense.items()}
-    metrics.update(metric_utils.compute_data_metrics(shown, rewards[select], tags, limits))
+    metrics.update(metric_utils.step_data_metrics(shown, rewards[select], tags, limits))
     metrics.update(metric_utils.compute_version_metrics(tags, trainer.global_steps))
     return batch
 
@@ -164,7 +164,7 @@ def compute_step_metrics(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metri
     metrics.update(compute_row_metrics([batch.keys[row] for row in rows], [batch.tags[row] for row in rows], data))
     response_tokens = sum(int(batch.tags[row]["response_len"]) for row in rows)
     all_tokens = sum(int(tag["seq_len"]) for tag in batch.tags)
-    metrics.update(metric_utils.compute_timing_metrics(timing, response_tokens, all_tokens))
+    metrics.update(metric_utils.step_timing_metrics(timing, response_tokens, all_tokens))
     metrics.update(metric_utils.compute_throughput_metrics(timing, all_tokens, trainer.runtime.n_devices))
     metrics["training/global_step"] = trainer.global_steps
     metrics["training/epoch"] = trainer.feed.epoch_of(trainer.global_steps)
