@@ -26,6 +26,7 @@ ALIASES: dict[str, str] = {
     "rlflow.trainer.ppo.v1.replay_buffer": "rlflow.trainer.ppo.replay_buffer",
     "rlflow.trainer.ppo.v1.trainer_base": "rlflow.trainer.ppo.trainer_base",
     "rlflow.trainer.ppo.v1.trainer_sync": "rlflow.trainer.ppo.trainer_sync",
+    "rlflow.trainer.ppo.v1.utils": "rlflow.trainer.ppo.metrics_aggregator",
     "rlflow.utils.config": "rlflow.config.base",
     "rlflow.utils.dataset.rl_dataset": "rlflow.data",
     "rlflow.utils.reward_score": "rlflow.rewards",

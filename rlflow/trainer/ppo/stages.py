@@ -183,7 +183,7 @@ def compute_step_metrics(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metri
     metrics.update(compute_row_metrics([batch.keys[row] for row in rows], [batch.tags[row] for row in rows], data))
     response_tokens = sum(int(batch.tags[row]["response_len"]) for row in rows)
     all_tokens = sum(int(tag["seq_len"]) for tag in batch.tags)
-    metrics.update(metric_utils.compute_timing_metrics(timing, response_tokens, all_tokens))
+    metrics.update(metric_utils.step_timing_metrics(timing, response_tokens, all_tokens))
     metrics.update(metric_utils.compute_throughput_metrics(timing, all_tokens, trainer.runtime.n_devices))
     if estimator_inputs.wants_sum_pi_squared(trainer.config):
         metrics.update(_variance_proxies([batch.keys[row] for row in rows], partition_of(batch), metrics))
