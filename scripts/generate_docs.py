@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Write the parts of docs/ that the code knows better: tables of stages, configuration keys, registered names.
+"""Write the parts of docs/ that the code knows better: tables of stages, configuration keys, registered names,
+metrics.
 
     python scripts/generate_docs.py            write them
     python scripts/generate_docs.py --check    change nothing; exit code 1 when a page is out of date
@@ -14,6 +15,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,27 @@ def live_table() -> str:
     from rlflow.observe.live import COLUMNS
 
     return table(("column", "metric"), [[title, code(metric)] for title, metric, _, _ in COLUMNS])
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def metrics(section: str) -> str:
+    """One section of the glossary of metrics."""
+    from rlflow.observe.glossary import SECTIONS
+
+    rows = [
+        [code(entry.name), escape(entry.meaning), entry.unit, entry.combine, escape(entry.alarming)]
+        for entry in SECTIONS[section]
+    ]
+    return table(("metric", "meaning", "unit", "combined", "alarming when"), rows)
+
+
+def metric_parts() -> dict[str, Callable[[], str]]:
+    """Part name -> its table, for every section of the glossary."""
+    from rlflow.observe.glossary import SECTIONS
+
+    return {f"metrics-{section}": partial(metrics, section) for section in SECTIONS}
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------
@@ -216,6 +239,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "names": names,
     "live-table": live_table,
     "config": config_reference,
+    **metric_parts(),
 }
 
 

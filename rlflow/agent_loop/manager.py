@@ -188,7 +188,7 @@ class AgentLoopManagerTQ:
             shares: dict[int, list[_Placed]] = {}
             for placed in waiting:
                 index = self._least_loaded()
-                self._workers[index].load += max(1, self._settings.sessions(placed.row, placed.validate))
+                self._workers[index].load += max(1, len(self._settings.session_numbers(placed.row, placed.validate)))
                 shares.setdefault(index, []).append(placed)
             waiting = []
             for index, share in shares.items():
@@ -203,7 +203,7 @@ class AgentLoopManagerTQ:
         names = [
             session_name(str(placed.row["uid"]), number)
             for placed in rows
-            for number in range(self._settings.sessions(placed.row, placed.validate))
+            for number in self._settings.session_numbers(placed.row, placed.validate)
         ]
         self._client.announce_sessions(names, [uid for worker in self._workers for uid in worker.placed])
 

@@ -10,6 +10,8 @@ from rlflow.config.rollout import AgentLoopConfig, RolloutConfig, SamplingConfig
 
 _SEED_BITS = 63
 TRAIN, VAL = "train", "val"
+# Column of a train prompt that wants a greedy session beside the sampled ones, for a baseline (ReMax).
+BASELINE_COLUMN = "__greedy_baseline__"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ class AgentLoopSettings:
         if own is not None:
             return int(own)
         return self.rollout.val_kwargs.n if validate else self.rollout.n
+
+    def baseline_session(self, row: dict[str, Any], validate: bool) -> int | None:
+        """Number of the greedy session whose score is the prompt's baseline, None without one; the sampled come first."""
+        return None if validate or not row.get(BASELINE_COLUMN) else self.sessions(row, validate)
+
+    def session_numbers(self, row: dict[str, Any], validate: bool) -> range:
+        """All sessions that a prompt runs, its baseline's among them."""
+        baseline = self.baseline_session(row, validate)
+        return range(self.sessions(row, validate) if baseline is None else baseline + 1)
 
     def sampling_params(self, row: dict[str, Any], validate: bool) -> dict[str, Any]:
         """Sampling parameters of every request of a prompt's sessions; the seed is added per request.

@@ -12,6 +12,7 @@ from rlflow.config.data import DataConfig
 from rlflow.config.model import HFModelConfig
 from rlflow.config.reward import CustomFunctionConfig, RewardConfig, RewardManagerConfig
 from rlflow.config.rollout import AgentLoopConfig, CheckpointEngineConfig, RolloutConfig, SamplingConfig
+from rlflow.config.rollout_correction import RolloutCorrectionConfig
 from rlflow.config.trainer import TrainerConfig
 from rlflow.config.worker import (
     ActorConfig,
@@ -50,6 +51,7 @@ __all__ = [
     "RewardConfig",
     "RewardManagerConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "SamplingConfig",
     "TrainerConfig",
     "TrainingWorkerConfig",

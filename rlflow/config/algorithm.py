@@ -1,10 +1,11 @@
-"""`algorithm`: advantage estimator and KL control."""
+"""`algorithm`: advantage estimator, KL control and rollout correction."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from rlflow.config.base import BaseConfig
+from rlflow.config.rollout_correction import RolloutCorrectionConfig
 
 
 @dataclass
@@ -19,9 +20,15 @@ class KLControlConfig(BaseConfig):
 
 @dataclass
 class FilterGroupsConfig(BaseConfig):
-    """Dynamic sampling: drop prompt groups whose metric does not vary."""
+    """Dynamic sampling (DAPO, Yu et al. 2025, section 3.2): groups whose metric does not vary are dropped and replaced.
+
+    Units: both limits count batches of `data.train_batch_size` prompts.
+    """
 
     enable: bool = False
+    metric: str | None = None
+    max_num_gen_batches: int = 0
+    max_inflight_gen_batches: int = 1
 
 
 @dataclass
@@ -32,7 +39,10 @@ class AlgoConfig(BaseConfig):
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
+    gdpo_reward_keys: list[str] | None = None
+    gdpo_reward_weights: list[float] | None = None
     use_kl_in_reward: bool = False
     kl_penalty: str = "kl"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig | None = field(default_factory=RolloutCorrectionConfig)

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.config.algorithm import AlgoConfig
+from rlflow.config.algorithm_checks import check_algorithm
 from rlflow.config.base import omega_conf_to_dataclass
 from rlflow.config.batch_checks import check_batches, check_lengths
 from rlflow.config.critic import FSDPCriticConfig, need_critic
 from rlflow.config.critic_checks import check_critic
 from rlflow.config.data import DataConfig
 from rlflow.config.determinism_checks import check_determinism
+from rlflow.config.loss_checks import check_losses
 from rlflow.config.model import HFModelConfig
 from rlflow.config.problems import below, is_missing_folder, optimizer
 from rlflow.config.problems import choice as _choice
@@ -66,7 +68,8 @@ def validate_config(config: Any, *further: Check) -> list[str]:
     typed = _typed_nodes(config, problems)
     if not problems:
         own: list[Check] = [_check_values, _check_names, _check_files, _check_sampling]
-        for check in (*own, check_critic, check_lengths, check_batches, check_determinism, *further):
+        own += [check_algorithm, check_losses, check_critic, check_lengths, check_batches, check_determinism]
+        for check in (*own, *further):
             check(typed, problems, notices)
     unread = sorted(set(config) - KNOWN_NODES)
     if unread:
@@ -180,11 +183,6 @@ def _check_names(c: TypedConfig, problems: list[str], notices: list[str]) -> Non
         problems.append(
             "trainer.use_v1=false asks for the V0 trainer, which is not in this version.\n    "
             "try:    trainer.use_v1=true"
-        )
-    if c.algorithm.filter_groups.enable:
-        problems.append(
-            "algorithm.filter_groups.enable=true is not in this version.\n    try:    "
-            "algorithm.filter_groups.enable=false"
         )
     if c.algorithm.use_kl_in_reward and c.actor.use_kl_loss:
         notices.append("both KL switches are on: algorithm.use_kl_in_reward and actor.use_kl_loss")
@@ -320,7 +318,5 @@ def _check_sampling(c: TypedConfig, problems: list[str], notices: list[str]) -> 
             f"truncated distribution, the "
             "trainer's log-probs are of the full one, so probability ratios are biased"
         )
-    if c.algorithm.adv_estimator == "grpo" and c.rollout.n == 1:
-        notices.append("rollout.n=1 with grpo: every group has one session, so the advantage is the raw reward")
     if c.trainer.nnodes > 1 and c.rollout.checkpoint_engine.backend == "naive":
         notices.append("checkpoint_engine.backend=naive: each replica must share a node with the workers that feed it")

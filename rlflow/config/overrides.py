@@ -26,19 +26,20 @@ def compose_config(overrides: Sequence[str] = (), config_name: str = CONFIG_NAME
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
-    check_overrides(overrides, config_name)
+    overrides = check_overrides(overrides, config_name)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module(CONFIG_MODULE, version_base=None):
-            return compose(config_name, overrides=list(overrides))
+            return compose(config_name, overrides=overrides)
     except HydraException as error:
         raise ConfigError(f"the overrides cannot be composed: {error}") from error
 
 
-def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) -> None:
-    """Raise ConfigError listing every override that cannot work.
+def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) -> list[str]:
+    """The overrides for Hydra; ConfigError listing every one that cannot work.
 
-    `key=value` must name an existing key. `+key=value` adds one where anything may be put, see `rlflow.config.tree`.
+    `key=value` must name an existing key. `+key=value` adds one where anything may be put, see `rlflow.config.tree`;
+    where the key exists it sets it, since commands written for the reference add keys that are options here.
     `~key` is refused: an option that is taken away would only get its default back.
     """
     from hydra import compose, initialize_config_module
@@ -67,16 +68,21 @@ def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) ->
             f"{' '.join(groups)}: {str(error).splitlines()[0]}\n    try:    model_engine=dp, the engine of this version"
         ) from error
     known = set(_flatten(config))
+    accepted = []
     for override in parsed:
         key = override.get_key_element().lstrip("~+")
+        accepted.append(f"+{override.input_line}" if override.is_add() and key in known else str(override.input_line))
         if (_is_group(key) and not override.is_delete()) or key.startswith("hydra."):
             continue
         if key not in known and (closed_node(key) or not (override.is_add() or override.is_force_add())):
             problems.append(_unknown_key(key, known))
         elif override.is_delete():
             problems.append(_cannot_remove(key, config))
+        elif _is_misread_range(key, override):
+            problems.append(_misread_range(key, override))
     if problems:
         raise ConfigError("\n".join(problems))
+    return accepted
 
 
 def _is_group(key: str) -> bool:
@@ -92,6 +98,25 @@ def _flatten(node: Any, prefix: str = "") -> Iterator[str]:
         child = node._get_node(name)
         if OmegaConf.is_dict(child) and not child._is_interpolation() and not child._is_none():
             yield from _flatten(child, f"{path}.")
+
+
+def _is_misread_range(key: str, override: Any) -> bool:
+    """Whether a range such as 1_2 was read as a number (12): an underscore may separate digits there."""
+    is_bound = key.endswith(("rollout_is_threshold", "rollout_rs_threshold"))
+    return is_bound and isinstance(override.value(), (int, float)) and "_" in _value_text(override)
+
+
+def _value_text(override: Any) -> str:
+    return str(override.input_line).partition("=")[2].strip()
+
+
+def _misread_range(key: str, override: Any) -> str:
+    text = _value_text(override)
+    meant = "_".join(str(float(part)) for part in text.split("_"))
+    return (
+        f"{key}={text} is read as the number {override.value()}, not as a range.\n    set in: command line\n"
+        f"    try:    {key}={meant}"
+    )
 
 
 def _cannot_remove(key: str, config: Any) -> str:

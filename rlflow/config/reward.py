@@ -54,3 +54,4 @@ class RewardConfig(BaseConfig):
     load_timeout_s: float = 60.0
     custom_reward_function: CustomFunctionConfig = field(default_factory=CustomFunctionConfig)
     reward_manager: RewardManagerConfig = field(default_factory=RewardManagerConfig)
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -7,6 +7,7 @@ dataclass describes take whatever is put into them.
 from __future__ import annotations
 
 import dataclasses
+import types
 import typing
 
 from rlflow.config.algorithm import AlgoConfig
@@ -44,7 +45,13 @@ def closed_node(key: str) -> str | None:
         hints = typing.get_type_hints(kind)
         if name not in hints or typing.get_origin(hints[name]) is typing.ClassVar:
             return node
-        if not dataclasses.is_dataclass(hints[name]):
+        child = next((hint for hint in _alternatives(hints[name]) if dataclasses.is_dataclass(hint)), None)
+        if child is None:
             return None  # a value, or a dict that takes any key
-        node, kind = f"{node}.{name}", typing.cast(type, hints[name])
+        node, kind = f"{node}.{name}", typing.cast(type, child)
     return None
+
+
+def _alternatives(hint: typing.Any) -> tuple[typing.Any, ...]:
+    """The types of a union (`Node | None`), else the type itself."""
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rlflow.config.base import BaseConfig
+from rlflow.config.rollout_correction import RolloutCorrectionConfig
 from rlflow.utils.errors import ConfigError
 
 LOSS_AGG_MODES = (
@@ -19,9 +20,23 @@ LOSS_AGG_MODES = (
 
 @dataclass
 class PolicyLossConfig(BaseConfig):
-    """`actor.policy_loss`: which registered policy loss, and its own options."""
+    """`actor.policy_loss`: which registered policy loss, and the options of single losses.
+
+    `tau_pos` and `tau_neg` win over those of the actor. `rollout_correction` is the trainer's to write (bypass mode).
+    """
+
+    _mutable_fields: ClassVar[frozenset[str]] = frozenset({"rollout_correction"})
 
     loss_mode: str = "vanilla"
+    clip_cov_ratio: float = 0.0002
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 0.0002
+    ppo_kl_coef: float = 0.1
+    dro_beta: float | None = None
+    tau_pos: float | None = None
+    tau_neg: float | None = None
+    rollout_correction: RolloutCorrectionConfig | None = None
 
 
 @dataclass
@@ -135,11 +150,14 @@ class ActorConfig(BaseConfig):
     clip_ratio_low: float | None = None
     clip_ratio_high: float | None = None
     clip_ratio_c: float = 3.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     loss_agg_mode: str = "token-mean"
     loss_scale_factor: float | None = None
     entropy_coeff: float = 0.0
     calculate_entropy: bool = False
+    calculate_sum_pi_squared: bool = False
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
     kl_loss_type: str = "low_var_kl"

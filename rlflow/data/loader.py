@@ -104,7 +104,7 @@ class PromptLoader:
             ContractError: a uid that was never issued.
         """
         for uid in uids:
-            place = _place(uid)
+            place = place_of(uid)
             if place in self._open:
                 self._open[place] = True
             elif not self._is_behind(place):
@@ -143,7 +143,8 @@ class PromptLoader:
         self._ahead = {(int(epoch), int(row)) for epoch, row in state["ahead"]}
 
 
-def _place(uid: str) -> tuple[int, int]:
+def place_of(uid: str) -> tuple[int, int]:
+    """(epoch, row) of a train prompt; `ContractError` for any other name."""
     match = _UID.fullmatch(uid)
     if match is None:
         raise ContractError(f"{uid!r} is no uid of a train prompt; expected e<epoch>r<row>a<attempt>")

@@ -50,6 +50,13 @@ def _check_reward_manager(c: TypedConfig, problems: list[str]) -> None:
     from rlflow.reward_loop.reward_manager.registry import known_names
 
     _choose("reward.reward_manager.name", manager.name, known_names(), problems)
+    if manager.name == "dapo":
+        from rlflow.reward_loop.reward_manager.dapo import OverlongPenalty
+
+        try:
+            OverlongPenalty.from_kwargs(c.reward.reward_kwargs, c.data.max_response_length)
+        except ConfigError as error:
+            problems.append(str(error))
 
 
 def _check_agent_loops(c: TypedConfig, problems: list[str]) -> None:

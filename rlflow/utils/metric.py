@@ -7,6 +7,7 @@ over what was measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any
@@ -22,12 +23,27 @@ class AggregationType(StrEnum):
     LAST = "last"
 
 
+def as_number(value: Any) -> float | int | None:
+    """A plain int or float (possibly NaN or infinite) of a number, a bool (0 or 1), or a one-element array or tensor;
+    None of anything else.
+    """
+    if hasattr(value, "item") and not isinstance(value, (int, float)):
+        count = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
+        if count != 1:
+            return None
+        value = value.item()
+    if isinstance(value, bool):
+        return int(value)
+    return value if isinstance(value, (int, float)) else None
+
+
 def _number(value: Any) -> float:
-    if hasattr(value, "detach"):
-        if value.numel() != 1:
-            raise ValueError(f"a metric takes one number, got a tensor of shape {tuple(value.shape)}")
-        return float(value.detach().float().item())
-    return float(value)
+    number = as_number(value)
+    if number is None:
+        shape = getattr(value, "shape", None)
+        kind = type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+        raise ValueError(f"a metric takes one number, got {kind}")
+    return float(number)
 
 
 class Metric:
@@ -68,15 +84,16 @@ class Metric:
             self.append(value)
 
     def aggregate(self) -> float:
-        """The one number; NaN when there is no value (or a mean of total weight 0)."""
+        """The one number; NaN when there is no value (or a mean of total weight 0), or when a value is NaN."""
         if not self.values:
             return float("nan")
         if self.aggregation is AggregationType.SUM:
             return sum(self.values)
-        if self.aggregation is AggregationType.MIN:
-            return min(self.values)
-        if self.aggregation is AggregationType.MAX:
-            return max(self.values)
+        if self.aggregation in (AggregationType.MIN, AggregationType.MAX):
+            # Python's min and max keep or lose a NaN depending on where it stands.
+            if any(math.isnan(value) for value in self.values):
+                return float("nan")
+            return min(self.values) if self.aggregation is AggregationType.MIN else max(self.values)
         if self.aggregation is AggregationType.LAST:
             return self.values[-1]
         total = sum(self.weights)
@@ -101,9 +118,16 @@ class Metric:
         """One number from the metrics of all data-parallel ranks (each with one entry a micro-batch).
 
         Sums are partial sums that were scaled by the number of ranks for the gradient average, hence mean over ranks.
+
+        Raises:
+            ValueError: no metric, metrics of different aggregations, or ranks with different numbers of entries (a
+                micro-batch whose loss reported nothing would shift all later ones).
         """
         if not metrics:
             raise ValueError("aggregate_dp needs at least one metric")
+        counts = [len(metric.values) for metric in metrics]
+        if len(set(counts)) > 1:
+            raise ValueError(f"ranks report different numbers of values: {counts}; every micro-batch must report one")
         merged = metrics[0].init_list()
         for metric in metrics:
             merged.extend(metric)
@@ -125,16 +149,20 @@ def merge_metrics(into: dict[str, Metric], new: Mapping[str, Any]) -> None:
             into[name].extend(metric)
 
 
-def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers for the trackers: each `Metric` by its own aggregation, lists of plain numbers by their mean."""
-    reduced: dict[str, float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Metric):
-            reduced[name] = value.aggregate()
-        elif isinstance(value, (list, tuple)):
-            metric = Metric(value[0].aggregation if value and isinstance(value[0], Metric) else AggregationType.MEAN)
-            metric.extend(value)
-            reduced[name] = metric.aggregate()
-        else:
-            reduced[name] = _number(value)
-    return reduced
+def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers for the trackers: each `Metric` by its own aggregation, lists of numbers by their mean.
+
+    What is no number (a table of a tracker) stays as it is.
+    """
+    return {name: _reduced(value) for name, value in metrics.items()}
+
+
+def _reduced(value: Any) -> Any:
+    if isinstance(value, Metric):
+        return value.aggregate()
+    if isinstance(value, (list, tuple)):
+        metric = Metric(value[0].aggregation if value and isinstance(value[0], Metric) else AggregationType.MEAN)
+        metric.extend(value)
+        return metric.aggregate()
+    number = as_number(value)
+    return value if number is None else float(number)

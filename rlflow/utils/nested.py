@@ -153,6 +153,13 @@ def nested_index_select(tensor: Tensor, index: Tensor) -> Tensor:
     return nested_from_values(tensor.values().index_select(ragged - 1, source), lengths, ragged)
 
 
+def nested_row_sums(tensor: Tensor) -> Tensor:
+    """Sum of each row of a jagged tensor [N, j] -> [N]; integers, bools and half precision are summed as fp32."""
+    values = nested_values(tensor)
+    values = values if values.dtype in (torch.float32, torch.float64) else values.float()
+    return torch.segment_reduce(values, "sum", lengths=nested_lengths(tensor), unsafe=True, initial=0)
+
+
 def nested_narrow(tensor: Tensor, start: int, length: int) -> Tensor:
     """Rows [start, start + length) of a jagged tensor, sharing its memory."""
     tensor = compact(tensor)

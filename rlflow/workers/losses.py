@@ -5,8 +5,12 @@ Contract: `loss_function(model_output=, data=, dp_group=) -> (scalar, metrics)`.
 
     sum over micro-batches of (local sum / global count x dp_size), averaged over ranks,
 
-is the exact mean of the mini-batch for any split. Metrics are `Metric`s: a mean carries the tokens it averages over, a
-partial loss is a sum (`Metric.aggregate_dp` divides by the ranks what dp_size multiplied).
+is the exact mean of the mini-batch for any split. The counts must be those of the mask that the loss uses: after a
+rejection the trainer writes `loss_mask` with `response_mask`, so that surviving tokens are counted. Metrics are
+`Metric`s: a mean carries the tokens it averages over, a partial loss is a sum (`Metric.aggregate_dp` divides by the
+ranks what dp_size multiplied).
+
+Values outside the mask, NaN too, reach neither loss nor gradient: every term replaces them on the way in.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch import Tensor
 from rlflow.trainer.ppo.core_algos import compute_value_loss, get_policy_loss_fn
 from rlflow.trainer.ppo.core_algos.aggregate import agg_loss, masked_mean
 from rlflow.trainer.ppo.core_algos.kl import kl_penalty
+from rlflow.trainer.ppo.core_algos.valid import only_valid
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ContractError
 from rlflow.utils.metric import AggregationType, Metric
@@ -76,7 +81,7 @@ def ppo_loss(
         advantages=response_field(data, "advantages", lengths),
         response_mask=mask,
         loss_agg_mode=config.loss_agg_mode,
-        config=_with_counts(config, counts),
+        config=config_with_counts(config, counts),
         rollout_is_weights=weights,
     )
     tokens = float(mask.sum())
@@ -87,12 +92,14 @@ def ppo_loss(
     metrics["actor/pg_loss"] = Metric(AggregationType.SUM, pg_loss)
     loss = pg_loss
     if "entropy" in model_output:
-        entropy = agg_loss(tu.nested_to_padded(model_output["entropy"]), mask, config.loss_agg_mode, **counts)
+        entropy_mat = only_valid(tu.nested_to_padded(model_output["entropy"]), mask)
+        entropy = agg_loss(entropy_mat, mask, config.loss_agg_mode, **counts)
         metrics["actor/entropy_loss"] = Metric(AggregationType.SUM, entropy)
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * entropy
     if config.use_kl_loss:
-        kld = kl_penalty(log_prob, response_field(data, "ref_log_prob", lengths), config.kl_loss_type)
+        reference = only_valid(response_field(data, "ref_log_prob", lengths), mask)
+        kld = kl_penalty(only_valid(log_prob, mask), reference, config.kl_loss_type)
         kl_loss = agg_loss(kld, mask, config.loss_agg_mode, **counts)
         metrics["kl_loss"] = Metric(AggregationType.SUM, kl_loss)
         metrics["kl_coef"] = Metric(AggregationType.MEAN, config.kl_loss_coef)
@@ -131,7 +138,7 @@ def value_loss(
     metrics = {
         "critic/vf_loss": Metric(AggregationType.SUM, loss),
         "critic/vf_clipfrac": Metric(AggregationType.MEAN, clipfrac, weight=tokens),
-        "critic/vpred_mean": Metric(AggregationType.MEAN, masked_mean(vpreds, mask), weight=tokens),
+        "critic/vpred_mean": Metric(AggregationType.MEAN, masked_mean(vpreds.detach(), mask), weight=tokens),
     }
     return loss, metrics
 
@@ -146,8 +153,8 @@ def _counts(config: Any, data: TensorDict) -> dict[str, Any]:
     }
 
 
-def _with_counts(config: Any, counts: dict[str, Any]) -> Any:
-    """A copy of the config with the `global_batch_info` that losses hand to `agg_loss`; the given one stays."""
+def config_with_counts(config: Any, counts: dict[str, Any]) -> Any:
+    """A copy of the actor config with the `global_batch_info` that losses hand to `agg_loss`; the given one stays."""
     mine = copy.copy(config)
     object.__setattr__(mine, "global_batch_info", counts)
     return mine

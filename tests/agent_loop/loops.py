@@ -3,6 +3,7 @@
 import asyncio
 
 from rlflow.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from rlflow.agent_loop.worker import CONTROL_COLUMNS
 
 
 def output(response, **fields):
@@ -43,6 +44,6 @@ class Stubborn(AgentLoopBase):
 @register("test_kwargs")
 class Kwargs(AgentLoopBase):
     async def run(self, sampling_params, **kwargs):
-        hidden = [name for name in ("agent_name", "__rollout_n__", "__do_sample__") if name in kwargs]
+        hidden = [name for name in CONTROL_COLUMNS if name in kwargs]
         seen = {"columns": sorted(kwargs), "hidden": hidden, "params": sampling_params, "step": kwargs["global_steps"]}
         return output([40], extra_fields={"seen": seen})

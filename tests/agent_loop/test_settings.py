@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow.agent_loop.settings import AgentLoopSettings, request_seed
+from rlflow.agent_loop.settings import BASELINE_COLUMN, AgentLoopSettings, request_seed
 
 
 @pytest.fixture
@@ -28,6 +28,14 @@ def test_a_row_can_ask_for_greedy_and_for_its_own_number_of_sessions(settings):
     assert (params["temperature"], params["top_p"], params["top_k"]) == (0.0, 1.0, -1)
     assert settings.sessions({}, False) == 2
     assert settings.sessions({"__rollout_n__": 5}, False) == 5
+
+
+def test_the_greedy_session_of_a_prompt_comes_after_its_sampled_ones(settings):
+    row = {BASELINE_COLUMN: True, "__rollout_n__": 3}
+    assert settings.sessions(row, False) == 3
+    assert settings.baseline_session(row, False) == 3 and list(settings.session_numbers(row, False)) == [0, 1, 2, 3]
+    assert settings.baseline_session({}, False) is None and len(settings.session_numbers({}, False)) == 2
+    assert settings.baseline_session(row, validate=True) is None
 
 
 def test_validation_has_parameters_of_its_own(settings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 
 from rlflow import transfer_queue as tq
 from rlflow.agent_loop import AgentLoopManagerTQ
+from rlflow.agent_loop.settings import BASELINE_COLUMN
 from rlflow.reward_loop import RewardLoopManager
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ContractError
@@ -23,6 +25,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SCORERS = str(Path(__file__).parents[1] / "reward_loop" / "scorers.py")
 LOOPS = str(Path(__file__).with_name("loops.py"))
 ANSWER = [72, 105]
+GREEDY = [72, 105, 33]
 
 
 class ScriptedClient:
@@ -44,9 +47,10 @@ class ScriptedClient:
             if not file.exists():
                 file.write_text(str(os.getpid()))
                 await asyncio.Event().wait()
+        answer = GREEDY if sampling_params["temperature"] == 0 else ANSWER
         return TokenOutput(
-            token_ids=[] if action == "nothing" else ANSWER,
-            log_probs={"no log-probs": None, "nothing": []}.get(action, [-0.5, -0.25]),
+            token_ids=[] if action == "nothing" else answer,
+            log_probs={"no log-probs": None, "nothing": []}.get(action, [-0.5, -0.25, -0.125][: len(answer)]),
             stop_reason="stop",
             num_preempted=0,
             extra_fields={"global_steps": 8, "min_global_steps": 8, "max_global_steps": 8},
@@ -60,6 +64,7 @@ SCRIPT = {
     "bare_0": "no log-probs",
     "busy_0": "hang",
     "empty_0": "nothing",
+    "baseless_2": "raise",
 }
 
 
@@ -245,13 +250,36 @@ def test_an_unknown_loop_fails_with_its_name(manager):
 
 
 def test_control_columns_steer_and_are_not_seen_by_loops(manager):
-    columns = {"agent_name": ["test_kwargs"], "__rollout_n__": [3], "__do_sample__": [False]}
+    columns = {"agent_name": ["test_kwargs"], "__rollout_n__": [3], "__do_sample__": [False], BASELINE_COLUMN: [False]}
     _, tags = finish(manager, batch("steer", **columns))
     assert len(tags) == 3
     seen = tu.get(fetch("steer_2_0"), "extra_fields")[0]["seen"]
     assert seen["hidden"] == [] and seen["step"] == 9
     assert {"uid", "session_id", "raw_prompt", "ability", "index"} <= set(seen["columns"])
     assert (seen["params"]["temperature"], seen["params"]["top_k"]) == (0.0, -1)
+
+
+def test_a_greedy_session_gives_its_score_to_the_rows_of_its_prompt_and_leaves_no_row(manager):
+    markers, tags = finish(manager, batch("based", "plain", **{BASELINE_COLUMN: [True, None]}))
+    assert sorted(tags) == ["based_0_0", "based_1_0", "plain_0_0", "plain_1_0"]
+    assert markers["based"] == {"is_prompt": True, "status": "finished", "global_steps": 9}
+    assert [tags[key].get("reward_baseline") for key in sorted(tags)] == [3.0, 3.0, None, None], "three greedy tokens"
+    assert [float(scores.sum()) for scores in fetch("based_0_0", "based_1_0")["rm_scores"]] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("uid", "columns", "failed", "reason"),
+    [
+        ("baseless", {}, 1, "server lost baseless_2"),
+        ("unscored", {"reward_model": [{"ground_truth": "nan"}]}, 1, "has no score to be a baseline: .*nan"),
+        ("mute", {"agent_name": ["test_nothing"]}, 1, "the agent loop returned no output"),
+    ],
+)
+def test_a_prompt_without_a_baseline_fails_and_its_rows_go(manager, uid, columns, failed, reason):
+    markers, tags = finish(manager, batch(uid, **{BASELINE_COLUMN: [True], **columns}))
+    assert tags == {}
+    assert markers[uid]["status"] == "failure" and markers[uid]["failed_sessions"] == failed
+    assert re.search(reason, markers[uid]["failed"])
 
 
 def test_validation_has_its_partition_and_is_greedy(manager):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlflow.observe import glossary
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("examples/**/*.md")])
@@ -80,22 +82,9 @@ def commands(block: Block) -> list[list[str]]:
 # --- metrics and events -----------------------------------------------------------------------------------------------
 
 
-def metric_patterns() -> list[re.Pattern[str]]:
-    """One pattern a name of the tables of metrics.md: `a/{b,c}` are several, `<x>` is anything."""
-    patterns = []
-    for cells in table_rows(DOCS / "metrics.md"):
-        for name in re.findall(r"`([^`]+)`", cells[0]):
-            text = re.sub(r"<[^>]+>", "\0", name)
-            text = re.sub(r"\{([^}]*)\}", lambda m: "\1" + m[1].replace(",", "\2") + "\3", text)
-            text = re.escape(text).replace("\0", ".+").replace("\1", "(?:").replace("\2", "|").replace("\3", ")")
-            patterns.append(re.compile(text))
-    return patterns
-
-
 def undocumented_metrics(names: Iterable[str]) -> list[str]:
-    """Those of the names that metrics.md does not explain."""
-    patterns = metric_patterns()
-    return sorted({name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)})
+    """Those of the names that the glossary (docs/metrics.md) does not explain."""
+    return sorted({name for name in names if glossary.find(name) is None})
 
 
 def documented_events() -> dict[str, set[str]]:

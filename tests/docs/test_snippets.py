@@ -79,6 +79,20 @@ def test_the_estimator_of_the_page_leaves_one_out(pages: ModuleType) -> None:
     assert advantages[3, 1] == 0
 
 
+def test_the_page_of_losses_checks_its_own_and_the_check_bites(pages: ModuleType) -> None:
+    from rlflow.testing import check_policy_loss
+
+    [namespace] = namespaces(pages, "losses.md", "soft_clip")
+    namespace["test_soft_clip"]()
+
+    def by_own_tokens(**inputs: Any) -> Any:
+        inputs["config"].global_batch_info.clear()
+        return namespace["soft_clip"](**inputs)
+
+    with pytest.raises(AssertionError, match="breaks 'micro_batches': with micro-batches of rows"):
+        check_policy_loss(by_own_tokens)
+
+
 def test_the_loss_of_the_page_has_the_gradient_of_the_score_function(pages: ModuleType) -> None:
     from rlflow.config import FSDPActorConfig
 

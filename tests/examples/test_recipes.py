@@ -62,7 +62,9 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=label)
 
 
 def test_there_are_recipes():
-    assert {path.parent.name for path in TINY} == {"grpo_trainer", "ppo_trainer", "custom_reward", "custom_estimator"}
+    algorithms = {"grpo", "ppo", "dapo", "gspo", "rloo", "remax"}
+    own = {"custom_reward", "custom_estimator", "rollout_correction"}
+    assert {path.parent.name for path in TINY} == {f"{name}_trainer" for name in algorithms} | own
     for folder in ("grpo_trainer", "ppo_trainer"):
         models = {path.stem for path in RECIPES if path.parent.name == folder}
         assert {"run_tiny_fsdp", "run_smollm2_135m_fsdp", "run_qwen2_5_0_5b_fsdp", "run_qwen3_8b_fsdp"} <= models
@@ -136,9 +138,11 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def overrides_of(recipe: Path, recorded: Callable[..., list[list[str]]], data: Path, *args: str) -> list[str]:
+def overrides_of(
+    recipe: Path, recorded: Callable[..., list[list[str]]], data: Path, *args: str, **knobs: object
+) -> list[str]:
     """The overrides that a recipe hands to the trainer; its model and data are there already."""
-    env = {"RLFLOW_DATA": data, "MODEL_PATH": data / "models" / "tiny", "DATA_DIR": data / "data" / "sums"}
+    env = {"RLFLOW_DATA": data, "MODEL_PATH": data / "models" / "tiny", "DATA_DIR": data / "data" / "sums", **knobs}
     [command] = recorded(recipe, *args, **env)
     assert command[:2] == ["-m", "rlflow.trainer.main_ppo"]
     return command[2:]
@@ -157,9 +161,19 @@ def check(overrides: list[str]) -> Any:
 def test_every_key_exists_and_the_numbers_fit(recipe, recorded, tiny_data):
     config = check(overrides_of(recipe, recorded, tiny_data))
     assert config.trainer.device == ("cuda" if "qwen" in recipe.name else "cpu")
-    assert config.algorithm.adv_estimator == {
-        "ppo_trainer": "gae", "custom_estimator": "group_median"
-    }.get(recipe.parent.name, "grpo")  # fmt: skip
+    estimators = {"ppo": "gae", "rloo": "rloo", "remax": "remax", "custom_estimator": "group_median"}
+    assert config.algorithm.adv_estimator == estimators.get(recipe.parent.name.removesuffix("_trainer"), "grpo")
+
+
+def test_the_algorithms_switch_on_what_they_are_named_after(recorded, tiny_data):
+    def options(name: str, **env: object) -> Any:
+        return check(overrides_of(EXAMPLES / name / "run_tiny_fsdp.sh", recorded, tiny_data, **env))
+
+    dapo = options("dapo_trainer")
+    assert dapo.algorithm.filter_groups.enable and dapo.reward.reward_kwargs.overlong_buffer_cfg.len == 2
+    assert options("gspo_trainer").actor_rollout_ref.actor.policy_loss.loss_mode == "gspo"
+    assert options("rollout_correction").algorithm.rollout_correction.rollout_rs_threshold == "0.9_1.1"
+    assert options("rollout_correction", BYPASS="true").algorithm.rollout_correction.bypass_mode is True
 
 
 def test_an_unknown_key_of_a_recipe_is_found(tmp_path, recorded, tiny_data):

@@ -17,19 +17,20 @@ from rlflow.observe.feed import EventFeed
 from rlflow.observe.live import LiveTable
 from rlflow.observe.tracking import Tracking, ValidationGenerationsLogger, mlflow
 from rlflow.observe.tracking.backend import RunInfo
-from rlflow.observe.tracking.values import as_number, flatten
+from rlflow.observe.tracking.values import flatten
 from rlflow.utils.errors import ConfigError
+from rlflow.utils.metric import as_number
 
 
 def test_a_resumed_run_appends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLFLOW_FILE_LOGGER_ROOT", str(tmp_path))
     for step in (1, 2):
         tracking = Tracking("p", "e", ["file"])
-        tracking.log({"a": step, "b": float("nan")}, step=step)
+        tracking.log({"a": step, "b": float("nan"), "c": float("-inf")}, step=step)
         tracking.finish()
         tracking.finish()
     lines = [json.loads(line) for line in (tmp_path / "p" / "e.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 1, "data": {"a": 1, "b": None}}, {"step": 2, "data": {"a": 2, "b": None}}]
+    assert lines == [{"step": step, "data": {"a": step, "b": None, "c": None}} for step in (1, 2)]
 
 
 def test_an_unknown_tracker_is_named_with_what_was_meant() -> None:

@@ -67,6 +67,7 @@ def test_the_overview_has_facts_headlines_and_prompts(run: RunFolder, tmp_path: 
         "uids: e0r3a0; reason: all sessions failed: RewardError",
     ):
         assert expected in words, expected
+    assert 'title="actor/grad_norm: gradient norm before clipping' in page
 
 
 def test_running_killed_and_unknown_are_told_apart(tmp_path: Path) -> None:
@@ -127,6 +128,8 @@ def test_the_runs_file_has_curves_stages_and_prompts(run: RunFolder, tmp_path: P
     assert titles == [
         *("Reward", "Validation", "Response length", "KL", "Entropy", "Gradient norm", "Trainer against rollout")
     ]
+    assert payload["help"]["critic/score/mean"].startswith("score of a trajectory")
+    assert payload["help"].keys() <= payload["metrics"].keys()
     assert [2, "train", 2, 0, 0, 1, 1] in payload["accounting"]
     assert payload["stages"][0][1] == "testing" and len(payload["stages"]) == 3 * 6 + 2
     assert payload["files"][-1] == ["train-3", 3, "train"]

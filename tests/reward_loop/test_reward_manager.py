@@ -14,6 +14,7 @@ from rlflow.reward_loop.reward_manager import (
     register,
     resolve_reward_manager_cls,
 )
+from rlflow.utils.errors import ConfigError
 
 
 def score_of(compute_score, **columns):
@@ -118,3 +119,38 @@ def test_unknown_names_and_sources_are_refused():
         get_reward_manager_cls("nive")
     with pytest.raises(ValueError, match="register or importlib"):
         resolve_reward_manager_cls(OmegaConf.create({"reward": {"reward_manager": {"source": "magic"}}}))
+
+
+def overlong(tokens, config=None, result=1.0, **cfg):
+    """What the dapo manager makes of a response of so many tokens; limit 20, buffer 8, factor 2."""
+    kwargs = {"max_resp_len": 20, "overlong_buffer_cfg": {"enable": True, "len": 8, "penalty_factor": 2.0, **cfg}}
+    config = config or {"reward": {"reward_kwargs": kwargs}, "data": {"max_response_length": 64}}
+    manager = get_reward_manager_cls("dapo")(OmegaConf.create(config), None, lambda **_: result)
+    row = {"data_source": "s", "reward_model": {"ground_truth": 0}}
+    data = RewardInput([1], list(range(tokens)), [1] * tokens, "", row)
+    return asyncio.run(manager.run_single(data))
+
+
+@pytest.mark.parametrize(("tokens", "penalty"), [(0, 0.0), (12, 0.0), (13, -0.25), (16, -1.0), (20, -2.0), (24, -3.0)])
+def test_dapo_punishes_the_stretch_before_the_limit(tokens, penalty):
+    assert overlong(tokens) == {"reward_score": 1.0 + penalty, "reward_extra_info": {"acc": 1.0}}
+
+
+def test_dapo_reports_the_penalty_when_asked_and_leaves_the_rest_unshaped():
+    info = overlong(16, log=True, result={"score": 0.5, "acc": 1.0})["reward_extra_info"]
+    assert info == {"score": 0.5, "acc": 1.0, "overlong_reward": -1.0, "overlong": True}
+    assert overlong(16, enable=False)["reward_score"] == 1.0
+
+
+def test_the_limit_of_dapo_is_that_of_the_data_unless_it_is_set():
+    kwargs = {"overlong_buffer_cfg": {"enable": True, "len": 4}}
+    config = {"reward": {"reward_kwargs": kwargs}, "data": {"max_response_length": 8}}
+    assert [overlong(tokens, config)["reward_score"] for tokens in (4, 6, 8)] == [1.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "problem"), [({"len": 21}, "between 1 and 20"), ({"len": None}, "len=None"), ({"lenght": 3}, "lenght")]
+)
+def test_dapo_refuses_a_buffer_that_cannot_work(cfg, problem):
+    with pytest.raises(ConfigError, match=problem):
+        overlong(1, **cfg)

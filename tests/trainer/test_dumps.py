@@ -96,3 +96,12 @@ def test_metrics_of_what_rows_carry() -> None:
     assert not any("num_preempted" in name for name in metrics)
     assert reward_extras(data, tags)[3] == {}
     assert compute_row_metrics(["u_0_0"], tags[:1], tu.list_of_dict_to_tensordict([{"x": 1}])) == {}
+
+
+def test_tool_calls_are_counted_where_the_agent_loop_says_how_many() -> None:
+    keys = ["u_0_0", "u_0_1", "u_1_0", "v_0_0"]
+    counts = [9, 1, 4, "unknown"]
+    data = tu.list_of_dict_to_tensordict([{"extra_fields": {"tool_call_counts": count}} for count in counts])
+    tags: list[dict[str, Any]] = [{"prompt_len": 5, "response_len": 2} for _ in keys]
+    metrics = compute_row_metrics(keys, tags, data)
+    assert metrics == {"tool_call_counts/mean": 2.5, "tool_call_counts/max": 4.0, "tool_call_counts/min": 1.0}

@@ -17,29 +17,53 @@ from rlflow.trainer.ppo.validation_metrics import (
     process_validation_metrics,
 )
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "core_algos.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "validation_metrics.json").read_text())
 
 
-def processed() -> dict[str, dict[str, dict[str, float]]]:
-    return process_validation_metrics(
-        ["s1"] * 8 + ["s2"],
-        ["u1"] * 4 + ["u2"] * 4 + ["u3"],
-        {"reward": [1, 0, 0, 1, 0, 0, 0, 1, 1], "pred": list("ABACxxyzq")},
-    )
+def processed(**more: object) -> dict[str, dict[str, dict[str, float]]]:
+    return process_validation_metrics(**GOLDEN["process_validation_metrics"]["inputs"], **more)
 
 
-def test_measured_values() -> None:
+def test_golden_process_validation_metrics() -> None:
     expected = GOLDEN["process_validation_metrics"]["out"]
     result = processed()
+    assert result["s1"].keys() == {"reward"}, "a variable of texts is no metric"
     assert result["s1"]["reward"] == pytest.approx(expected["s1"]["reward"], abs=1e-4)
     assert result["s2"]["reward"] == pytest.approx(expected["s2"]["reward"])
 
 
-def test_the_bootstrap_does_not_touch_the_global_generator() -> None:
+def test_golden_bootstrap_metric() -> None:
+    given = GOLDEN["bootstrap_metric"]["inputs"]
+    found = bootstrap_metric(given["data"], given["subset_size"], [getattr(np, name) for name in given["reduce_fns"]])
+    assert np.array(found) == pytest.approx(np.array(GOLDEN["bootstrap_metric"]["out"]), abs=1e-12)
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 2), (3, 5), (8, 4)])
+def test_the_bootstrap_comes_near_the_exact_expectation(size: int, count: int) -> None:
+    """E[max of n draws with replacement] over the order statistics, summed in float64."""
+    data = [float(value) ** 2 for value in range(count)]
+    cumulated = [((rank + 1) / count) ** size for rank in range(count)]
+    exact = sum(value * (high - low) for value, high, low in zip(data, cumulated, [0.0, *cumulated], strict=False))
+    [(mean, std)] = bootstrap_metric(data, size, [np.max], n_bootstrap=20000, seed=1)
+    assert mean == pytest.approx(exact, abs=4 * std / 20000**0.5)
+    assert bootstrap_metric(data, size, [np.max], seed=1) == bootstrap_metric(data, size, [np.max], seed=1)
+    assert bootstrap_metric(data, size, [np.max], seed=1) != bootstrap_metric(data, size, [np.max], seed=2)
+
+
+def test_the_majority_is_the_first_value_of_the_most_common_vote() -> None:
+    votes = [{"pred": p, "val": v} for p, v in zip("abbac", (1, 2, 3, 4, 5), strict=True)]
+    assert calc_maj_val(votes, "pred", "val") == 1, "a tie goes to the vote seen first"
+    assert calc_maj_val(votes[1:], "pred", "val") == 2
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_the_bootstrap_does_not_touch_the_global_generator(seeded: bool) -> None:
     np.random.seed(7)
-    before = np.random.get_state()[1].copy()
-    processed()
-    assert (np.random.get_state()[1] == before).all()
+    expected = np.random.rand(3)
+    np.random.seed(7)
+    processed(**({"seed": 5} if seeded else {}))
+    bootstrap_metric([1.0, 2.0], 2, [np.mean], seed=5)
+    assert (np.random.rand(3) == expected).all()
 
 
 def test_headline_keys_carry_the_largest_n_of_the_core_variable() -> None:

@@ -7,30 +7,11 @@ import torch
 
 from rlflow.config import FSDPOptimizerConfig
 from rlflow.utils.errors import ConfigError
-from rlflow.workers.engine.fsdp.optim import (
-    build_lr_scheduler,
-    build_optimizer,
-    clip_grad_norm,
-    constant_factor,
-    cosine_factor,
-)
+from rlflow.workers.engine.fsdp.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
 
 
 def params():
     return [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2))]
-
-
-def test_cosine_with_warmup_follows_the_table():
-    expected = [0, 0.5, 1, 0.9657, 0.8682, 0.7222, 0.55, 0.3778, 0.2318, 0.1343, 0.1]
-    assert [cosine_factor(s, 2, 10, min_ratio=0.1) for s in range(11)] == pytest.approx(expected, abs=1e-4)
-    assert cosine_factor(25, 2, 10, min_ratio=0.1) == pytest.approx(0.1)
-    assert cosine_factor(1, 2, 10, zero_indexed=False) == pytest.approx(1.0)
-    assert cosine_factor(0, 2, 10, init_ratio=0.4) == pytest.approx(0.4)
-
-
-def test_constant_with_warmup():
-    assert [constant_factor(s, 4) for s in range(6)] == [0, 0.25, 0.5, 0.75, 1, 1]
-    assert constant_factor(0, 0) == 1
 
 
 @pytest.mark.parametrize(("steps", "ratio", "first"), [(4, 0.0, 0.25), (-1, 0.2, 0.5), (-1, 0.0, 1.0)])

@@ -24,8 +24,8 @@ from typing import Any
 
 from rlflow.observe.tracking.backend import Backend, RunInfo, Sample
 from rlflow.observe.tracking.guard import Background, Guard
-from rlflow.observe.tracking.values import as_number
 from rlflow.utils.errors import ConfigError
+from rlflow.utils.metric import as_number
 from rlflow.utils.tracker_names import TRACKERS, tracker_names, tracker_problem
 
 __all__ = ["Backend", "RunInfo", "Sample", "Tracking", "ValidationGenerationsLogger"]

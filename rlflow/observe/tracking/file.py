@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.observe.tracking.backend import RunInfo, Sample
-from rlflow.observe.tracking.values import as_number
 from rlflow.utils.errors import ConfigError
+from rlflow.utils.metric import as_number
 
 
 def _env(name: str) -> str | None:

@@ -6,19 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-
-def as_number(value: Any) -> float | int | None:
-    """A plain int or float (possibly NaN or infinite) of a number, a bool (0 or 1), or a one-element array or tensor;
-    None of anything else.
-    """
-    if hasattr(value, "item") and not isinstance(value, (int, float)):
-        count = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
-        if count != 1:
-            return None
-        value = value.item()
-    if isinstance(value, bool):
-        return int(value)
-    return value if isinstance(value, (int, float)) else None
+from rlflow.utils.metric import as_number
 
 
 def numbers(data: Mapping[str, Any]) -> dict[str, float | int]:

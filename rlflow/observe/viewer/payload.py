@@ -35,13 +35,14 @@ def file_name(file: TrajectoryFile) -> str:
 
 
 def run_payload(journal: Journal, metrics: summary.Metrics, files: Iterable[TrajectoryFile]) -> dict[str, Any]:
-    """Curves, stages, prompts by state and step."""
+    """Curves with what they mean, stages, prompts by state and step."""
     steps = list(metrics)
     names = sorted({name for row in metrics.values() for name, value in row.items() if value is not None})
     return {
         "steps": steps,
         "metrics": {name: [_round(metrics[step].get(name)) for step in steps] for name in names},
         "charts": summary.charts(metrics),
+        "help": {name: text for name in names if (text := summary.explain(name))},
         "stages": [
             [span.step, span.stage, round(span.start, 3), round(span.end, 3), span.rows, span.version]
             for span in sorted(journal.spans, key=lambda span: span.start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rlflow.observe import glossary
 from rlflow.observe.events import Journal
 from rlflow.observe.records import RunFolder
 
@@ -76,10 +77,20 @@ def headline_numbers(metrics: Metrics) -> list[dict[str, Any]]:
         if values:
             (first_step, first), (step, value) = values[0], values[-1]
             found.append(
-                {"title": title, "metric": name, "unit": unit, "step": step, "value": value}
+                {"title": title, "metric": name, "unit": unit, "step": step, "value": value, "help": explain(name)}
                 | {"first_step": first_step, "first": first, "several": len(values) > 1}
             )
     return found
+
+
+def explain(name: str) -> str:
+    """What the glossary says about a metric, as plain text; "" for one that is not ours."""
+    entry = glossary.find(name)
+    if entry is None:
+        return ""
+    unit = f" ({entry.unit})" if entry.unit else ""
+    alarming = f". Alarming: {entry.alarming}" if entry.alarming else ""
+    return f"{entry.meaning}{unit}{alarming}".replace("`", "")
 
 
 def charts(metrics: Metrics) -> list[dict[str, Any]]:

@@ -11,7 +11,10 @@ from rlflow.reward_loop.reward_manager.base import RewardManagerBase
 ManagerClass = TypeVar("ManagerClass", bound=type[RewardManagerBase])
 
 _REGISTRY: dict[str, type[RewardManagerBase]] = {}
-_BUILT_IN = {"naive": "rlflow.reward_loop.reward_manager.naive"}
+_BUILT_IN = {
+    "naive": "rlflow.reward_loop.reward_manager.naive",
+    "dapo": "rlflow.reward_loop.reward_manager.dapo",
+}
 
 
 def register(name: str) -> Callable[[ManagerClass], ManagerClass]:

@@ -1,104 +1,219 @@
 """Rewards to advantages, on the controller.
 
-The estimators are those of `core_algos`; this file spreads jagged rows to [B, T], decides which rows form a group, and
-brings the result back to the rows' own lengths.
+The estimators are those of `core_algos`; this file decides which rows form a group, hands each estimator what it reads
+and brings the result to the rows' own lengths, jagged as the batch is.
 
-    invalid rows     (a reward without a result) have mask 0 and leave their group, so that they move no statistic
+    outcome estimators       one score a row in, one value a row out: nothing of shape [B, T] is built
+    token-level, and users'  padded to [B, T], and cut back
+
+Invariants
+    invalid rows     (a reward without a result) have mask 0 and enter no group, so that they move no statistic
     padding rows     likewise
-    several outputs  of one session: with grpo only the last enters the group; its value goes to all rows of the session
+    several outputs  of one session: with an outcome estimator only the last one enters the group, and its value goes to
+                     the valid tokens of all rows of the session
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlflow.trainer.ppo import core_algos
-from rlflow.trainer.ppo.core_algos.aggregate import masked_mean
-from rlflow.trainer.ppo.replay_buffer import final_outputs, session_of
+from rlflow.trainer.ppo.core_algos import AdvantageEstimator
+from rlflow.trainer.ppo.core_algos.group_stats import group_index
+from rlflow.trainer.ppo.core_algos.outcome import option
+from rlflow.trainer.ppo.core_algos.registry import AdvEstimatorFn, OutcomeFn
+from rlflow.trainer.ppo.replay_buffer import final_outputs, uid_of
 from rlflow.utils.errors import ContractError
-from rlflow.utils.nested import nested_lengths, nested_to_padded, padded_to_nested
+from rlflow.utils.nested import (
+    nested_lengths,
+    nested_like,
+    nested_row_sums,
+    nested_to_padded,
+    nested_values,
+    padded_to_nested,
+)
 
-OPTIONAL_FIELDS = ("old_log_probs", "ref_log_prob", "rollout_log_probs", "values")
+# Jagged fields that an estimator gets when the batch has them.
+OPTIONAL_FIELDS = (
+    "old_log_probs",
+    "ref_log_prob",
+    "rollout_log_probs",
+    "values",
+    "sum_pi_squared",
+    "rollout_is_weights",
+)
+# What the built-in token-level estimators read of them; nothing else is padded for these.
+_OTB_FIELDS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")
+READ_FIELDS: dict[str, tuple[str, ...]] = {
+    AdvantageEstimator.GAE: ("values",),
+    AdvantageEstimator.REINFORCE_PLUS_PLUS: (),
+    AdvantageEstimator.REMAX: (),
+    AdvantageEstimator.OPTIMAL_TOKEN_BASELINE: _OTB_FIELDS,
+    AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE: _OTB_FIELDS,
+}
+# Fields that an estimator which reads them cannot do without, and where they come from.
+_SOURCES = {
+    "values": "no critic wrote them for every row of the batch; leave critic.enable at null or set it to true",
+    "old_log_probs": "no stage wrote them; a custom trainer must call compute_old_log_prob before",
+    "sum_pi_squared": "the log-prob pass did not compute it; set actor_rollout_ref.actor.calculate_sum_pi_squared=true",
+}
 
 
-def to_dense(data: Any) -> dict[str, Tensor]:
-    """Response-aligned fields of the batch as [B, T], T = the longest response."""
-    return {
-        name: nested_to_padded(data[name]).float()
-        for name in ("rm_scores", "response_mask", *OPTIONAL_FIELDS)
-        if name in data.keys()  # noqa: SIM118 - a TensorDict iterates over rows
-    }
+def compute_advantages(
+    keys: list[str],
+    data: Any,
+    config: Any,
+    *,
+    rewards: Tensor | None = None,
+    reward_baselines: Tensor | Sequence[float] | None = None,
+    components: Mapping[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of the batch by `algorithm.adv_estimator`.
 
+    Args:
+        keys: trajectory keys `{uid}_{session}_{index}`, one a row.
+        data: TensorDict (or dict) of jagged fields [B, j]: `response_mask`, `rm_scores`, and any of `OPTIONAL_FIELDS`.
+        config: the `algorithm` node.
+        rewards: jagged token-level rewards, when they are not `rm_scores` (KL in the reward).
+        reward_baselines: remax: the reward of the greedy response to each row's prompt, [B]; NaN in rows without one.
+        components: parts of the reward, numbers [B] by name, NaN where a reward has none: for gdpo, and as
+            `non_tensor_batch` for users' estimators.
 
-def apply_kl_penalty(dense: dict[str, Tensor], controller: Any, estimator: str) -> tuple[Tensor, dict[str, float]]:
-    """Subtract beta x KL(old || ref) from the score of each token.
+    Returns:
+        Jagged fp32 (advantages, returns) with the rows of `response_mask`; outcome estimators give one tensor twice.
 
-    Returns the token-level rewards [B, T] and the metrics; the controller adapts after its value was used.
+    Raises:
+        ContractError: the estimator reads something that the batch does not have; says what to set.
+        ValueError: no such estimator, or its configuration or its groups cannot work.
     """
-    mask = dense["response_mask"]
-    kl = core_algos.kl_penalty(dense["old_log_probs"], dense["ref_log_prob"], estimator) * mask
-    beta = controller.value
-    current = masked_mean(kl, mask, axis=-1).mean().item()
-    controller.update(current, n_steps=mask.shape[0])
-    rewards = dense["rm_scores"] - beta * kl
-    return rewards, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
+    estimator = core_algos.get_adv_estimator_fn(config.adv_estimator)
+    rewards = data["rm_scores"] if rewards is None else rewards
+    outcome = core_algos.get_outcome_fn(estimator)
+    if outcome is not None:
+        spread = _outcome_advantages(keys, rewards, data["response_mask"], config, outcome, components)
+        return spread, spread
+    return _token_advantages(keys, rewards, data, config, estimator, reward_baselines, components)
+
+
+def _outcome_advantages(
+    keys: list[str],
+    rewards: Tensor,
+    mask: Tensor,
+    config: Any,
+    outcome: OutcomeFn,
+    components: Mapping[str, Any] | None,
+) -> Tensor:
+    scores, lengths = nested_row_sums(rewards), nested_row_sums(mask)
+    group = group_index([uid_of(key) for key in keys])
+    session = group_index([key.rpartition("_")[0] for key in keys])
+    final = torch.tensor(final_outputs(keys), dtype=torch.int64)
+    entering = final[lengths[final] > 0]
+    options: dict[str, Any] = {"norm_adv_by_std_in_grpo": option(config, "norm_adv_by_std_in_grpo", True)}
+    if config.adv_estimator == AdvantageEstimator.GDPO:
+        options["components"] = {
+            name: np.asarray(values)[entering.numpy()] for name, values in (components or {}).items()
+        }
+    values = outcome(scores[entering], group[entering], lengths[entering], config=config, **options)
+    of_session = scores.new_zeros(len(final)).index_put_((session[entering],), values.to(scores.dtype))
+    per_token = torch.repeat_interleave(of_session[session].float(), nested_lengths(mask))
+    return nested_like(per_token.mul_(nested_values(mask)), mask)
+
+
+def _token_advantages(
+    keys: list[str],
+    rewards: Tensor,
+    data: Any,
+    config: Any,
+    estimator: AdvEstimatorFn,
+    reward_baselines: Tensor | Sequence[float] | None,
+    components: Mapping[str, Any] | None,
+) -> tuple[Tensor, Tensor]:
+    name = config.adv_estimator
+    _refuse_missing_fields(name, data)
+    mask = nested_to_padded(data["response_mask"]).float()
+    fields: dict[str, Any] = dict(to_dense(data, READ_FIELDS.get(name, OPTIONAL_FIELDS)))
+    if components is not None:
+        fields["non_tensor_batch"] = {key: np.asarray(values) for key, values in components.items()}
+    if reward_baselines is not None:
+        fields["reward_baselines"] = torch.as_tensor(reward_baselines, dtype=torch.float32)
+    if name == AdvantageEstimator.REMAX:
+        _refuse_missing_baselines(keys, mask, fields.get("reward_baselines"))
+    if name == AdvantageEstimator.GAE:
+        fields |= {"gamma": config.gamma, "lam": config.lam}
+    advantages, returns = estimator(
+        token_level_rewards=nested_to_padded(rewards).float(),
+        response_mask=mask,
+        index=np.array(group_names(keys, mask), dtype=object),
+        config=config,
+        **fields,
+    )
+    jagged = to_jagged(advantages, data["response_mask"])
+    return jagged, jagged if returns is advantages else to_jagged(returns, data["response_mask"])
 
 
 def group_names(keys: list[str], mask: Tensor) -> list[str]:
     """The group of each row: its prompt, or itself when it has no valid token."""
     valid = (mask.sum(dim=-1) > 0).tolist()
-    return [session_of(key)[0] if ok else f"alone:{key}" for key, ok in zip(keys, valid, strict=True)]
+    return [uid_of(key) if ok else f"alone:{key}" for key, ok in zip(keys, valid, strict=True)]
 
 
-def compute_advantage(keys: list[str], rewards: Tensor, dense: dict[str, Tensor], config: Any) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, T] of the batch by `algorithm.adv_estimator`.
+def _refuse_missing_fields(name: str, data: Any) -> None:
+    for field in READ_FIELDS.get(name, ()):
+        if field in _SOURCES and field not in data.keys():  # noqa: SIM118
+            raise ContractError(f"adv_estimator={name} reads {field}, but {_SOURCES[field]}")
+
+
+def _refuse_missing_baselines(keys: list[str], mask: Tensor, baselines: Tensor | None) -> None:
+    remedy = (
+        "The trainer adds a greedy session to each prompt for it; look for failed sessions in the journal, or try "
+        "algorithm.adv_estimator=rloo, which needs none."
+    )
+    if baselines is None:
+        raise ContractError(f"adv_estimator=remax reads a reward baseline a row, but the batch has none. {remedy}")
+    without = ((mask.sum(dim=-1) > 0) & ~baselines.isfinite()).nonzero().flatten().tolist()
+    if without:
+        raise ContractError(
+            f"adv_estimator=remax: {len(without)} of {len(keys)} rows have no reward baseline, the first is "
+            f"{keys[without[0]]}. {remedy}"
+        )
+
+
+def apply_kl_penalty(data: Any, controller: Any, estimator: str) -> tuple[Tensor, dict[str, float]]:
+    """Subtract beta x KL(old || ref) from the score of each valid token.
 
     Args:
-        keys: trajectory keys `{uid}_{session}_{index}`, one a row.
-        rewards: token-level rewards [B, T].
-        dense: the response-aligned fields, at least `response_mask`.
-        config: the `algorithm` node.
+        data: jagged `rm_scores`, `response_mask`, `old_log_probs` and `ref_log_prob`, all with rows of equal length.
+        controller: its `value` is beta; it adapts after that was used.
+        estimator: a name of `core_algos.kl_penalty`.
+
+    Returns:
+        Jagged token-level rewards and the metrics. The KL is the mean, over rows with a valid token, of the row's mean
+        over valid tokens (nats); these rows are also what the controller counts.
     """
-    mask = dense["response_mask"]
-    estimator = core_algos.get_adv_estimator_fn(config.adv_estimator)
-    finals = final_outputs(keys) if config.adv_estimator == "grpo" else list(range(len(keys)))
-    rows = torch.tensor(finals)
-    fields: dict[str, Any] = {name: dense[name][rows] for name in OPTIONAL_FIELDS if name in dense}
-    if config.adv_estimator == "grpo":
-        fields["norm_adv_by_std_in_grpo"] = config.norm_adv_by_std_in_grpo
-    if config.adv_estimator == "gae":
-        if "values" not in fields:
-            raise ContractError("adv_estimator=gae reads values, but no critic wrote them for every row of the batch")
-        fields |= {"gamma": config.gamma, "lam": config.lam}
-    advantages, returns = estimator(
-        token_level_rewards=rewards[rows],
-        response_mask=mask[rows],
-        index=_as_objects(group_names([keys[i] for i in finals], mask[rows])),
-        config=config,
-        **fields,
-    )
-    if len(finals) == len(keys):
-        return advantages, returns
-    spread = _spread_over_session(keys, finals, advantages, mask)
-    return spread, spread
+    mask = data["response_mask"]
+    old, ref = nested_values(data["old_log_probs"]), nested_values(data["ref_log_prob"])
+    kl = torch.where(nested_values(mask).bool(), core_algos.kl_penalty(old, ref, estimator), 0.0)
+    lengths = nested_row_sums(mask)
+    rows = int((lengths > 0).sum())
+    current = (nested_row_sums(nested_like(kl, mask)) / lengths.clamp(min=1)).sum().item() / max(rows, 1)
+    beta = controller.value
+    controller.update(current, n_steps=rows)
+    rewards = nested_like(nested_values(data["rm_scores"]) - beta * kl, mask)
+    return rewards, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
 
 
-def _as_objects(names: list[str]) -> Any:
-    import numpy as np
-
-    return np.array(names, dtype=object)
-
-
-def _spread_over_session(keys: list[str], finals: list[int], advantages: Tensor, mask: Tensor) -> Tensor:
-    """Give the final row's value (at its first valid token) to every row of its session."""
-    first = mask[torch.tensor(finals)].argmax(dim=-1)
-    value = advantages.gather(1, first.unsqueeze(1)).squeeze(1)
-    row_of = {session_of(keys[row])[:2]: position for position, row in enumerate(finals)}
-    positions = torch.tensor([row_of[session_of(key)[:2]] for key in keys])
-    return value[positions].unsqueeze(1) * mask
+def to_dense(data: Any, fields: Sequence[str] = ("rm_scores", "response_mask", *OPTIONAL_FIELDS)) -> dict[str, Tensor]:
+    """Those of the jagged fields that the batch has, as fp32 [B, T], T = the longest response."""
+    return {
+        name: nested_to_padded(data[name]).float()
+        for name in fields
+        if name in data.keys()  # noqa: SIM118 - a TensorDict iterates over rows
+    }
 
 
 def to_jagged(dense: Tensor, like: Tensor) -> Tensor:

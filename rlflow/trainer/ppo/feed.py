@@ -7,12 +7,14 @@ Invariant: a prompt's name (uid) is a function of its place in the data: `e{epoc
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from rlflow.agent_loop.settings import BASELINE_COLUMN
 from rlflow.data import create_rl_dataset, create_train_loader, iterate_validation
+from rlflow.data.loader import place_of
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import DataError
 from rlflow.utils.tokenizer import policy_tokenizer
@@ -47,9 +49,20 @@ class PromptFeed:
             else trainer.total_training_steps
         )
 
-    def next_train_batch(self, step: int) -> Any:
-        """The next `data.train_batch_size` prompts as a TensorDict; see `_to_batch`."""
-        return self._to_batch(self.loader.next_batch(self.config.data.train_batch_size), step, validate=False)
+    @property
+    def prompts_per_epoch(self) -> int:
+        """Prompts that one pass over the data visits."""
+        return self.steps_per_epoch * self.loader.batch_size
+
+    def next_train_batch(self, step: int, count: int | None = None) -> Any:
+        """The next `count` prompts (None: `data.train_batch_size`) as a TensorDict; see `_to_batch`.
+
+        With ReMax each of them asks for a greedy session beside the sampled ones.
+        """
+        rows = self.loader.next_batch(self.config.data.train_batch_size if count is None else count)
+        if self.config.algorithm.adv_estimator == "remax":
+            rows = [{**row, BASELINE_COLUMN: True} for row in rows]
+        return self._to_batch(rows, step, validate=False)
 
     def validation_batches(self, step: int) -> Iterator[Any]:
         """All validation prompts once, `data.val_batch_size` at a time."""
@@ -62,9 +75,10 @@ class PromptFeed:
         """Move the frontier past these prompts."""
         self.loader.mark_trained(uids)
 
-    def epoch_of(self, step: int) -> int:
-        """Epoch in which step `step` (from 1) takes its prompts."""
-        return (step - 1) // self.steps_per_epoch
+    @staticmethod
+    def epoch_of(uids: Iterable[str]) -> int:
+        """Epoch in which the first of these train prompts was taken."""
+        return min(place_of(uid)[0] for uid in uids)
 
     @staticmethod
     def uids(batch: Any) -> list[str]:

@@ -8,7 +8,7 @@ the journal (and so "who reads this field next" in `rlflow trace`), and the tabl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlflow.agent_loop.rows import ROW_FIELDS
@@ -49,7 +49,14 @@ class StageFields:
 
 
 def stage_table(
-    worker_classes: dict[str, type], *, with_log_probs: bool = True, kl_in_reward: bool = False
+    worker_classes: dict[str, type],
+    *,
+    with_log_probs: bool = True,
+    kl_in_reward: bool = False,
+    sum_pi_squared: bool = False,
+    corrected: tuple[str, ...] = (),
+    bypassed: bool = False,
+    estimator_needs: tuple[str, ...] = (),
 ) -> list[StageFields]:
     """The stages of a step in their order.
 
@@ -57,37 +64,62 @@ def stage_table(
         worker_classes: role ("actor", "ref", "critic") -> class of its workers; a role that is missing has no stages.
         with_log_probs: whether the rollout reports log-probs.
         kl_in_reward: whether the controller subtracts a KL penalty from the reward.
+        sum_pi_squared: whether the log-prob pass is asked for it.
+        corrected: fields that rollout correction writes after the log-prob pass.
+        bypassed: the rollout's log-probs are copied; there is no log-prob pass.
+        estimator_needs: fields that the advantage estimator cannot do without.
     """
     left_out = () if with_log_probs else ("rollout_log_probs",)
     stages = {
         "gen": StageFields(
             "gen", "agent_loop", "generate_sequences", writes=tuple(f for f in ROW_FIELDS if f not in left_out)
         ),
-        "adv": _advantage_stage(kl_in_reward),
+        "adv": _advantage_stage(kl_in_reward, estimator_needs),
     }
     for stage, (role, method) in WORKER_STAGES.items():
         if role in worker_classes:
-            declared = getattr(getattr(worker_classes[role], method), MAGIC_ATTR)
-            stages[stage] = StageFields(
-                stage,
-                role,
-                method,
-                reads=declared["reads"] or (),
-                optional_reads=declared["optional_reads"] or (),
-                writes=(*(declared["writes"] or ()), *(declared["optional_writes"] or ())),
-            )
+            stages[stage] = _worker_stage(stage, role, method, worker_classes[role])
+    if bypassed:
+        stages["old_log_prob"] = StageFields(
+            "old_log_prob",
+            "controller",
+            "copy_rollout_log_probs",
+            reads=("rollout_log_probs",),
+            writes=("old_log_probs",),
+        )
+    elif "old_log_prob" in stages:
+        stages["old_log_prob"] = _log_prob_stage(stages["old_log_prob"], sum_pi_squared, corrected)
     return [stages[stage] for stage in ORDER if stage in stages]
 
 
-def _advantage_stage(kl_in_reward: bool) -> StageFields:
+def _worker_stage(stage: str, role: str, method: str, worker_class: type) -> StageFields:
+    declared = getattr(getattr(worker_class, method), MAGIC_ATTR)
+    return StageFields(
+        stage,
+        role,
+        method,
+        reads=declared["reads"] or (),
+        optional_reads=declared["optional_reads"] or (),
+        writes=(*(declared["writes"] or ()), *(declared["optional_writes"] or ())),
+    )
+
+
+def _log_prob_stage(declared: StageFields, sum_pi_squared: bool, corrected: tuple[str, ...]) -> StageFields:
+    """The log-prob pass of the workers, and what the controller makes of it for rollout correction."""
+    writes = tuple(name for name in declared.writes if name != "sum_pi_squared" or sum_pi_squared)
+    reads = ("response_mask", "rollout_log_probs") if corrected else ()
+    return replace(declared, reads=(*declared.reads, *reads), writes=(*writes, *corrected))
+
+
+def _advantage_stage(kl_in_reward: bool, estimator_needs: tuple[str, ...]) -> StageFields:
     from rlflow.trainer.ppo.advantage import OPTIONAL_FIELDS
 
     return StageFields(
         "adv",
         "controller",
         "compute_advantage",
-        reads=("response_mask", "rm_scores"),
-        optional_reads=tuple(OPTIONAL_FIELDS),
+        reads=("response_mask", "rm_scores", *estimator_needs),
+        optional_reads=tuple(name for name in OPTIONAL_FIELDS if name not in estimator_needs),
         writes=("advantages", "returns", *(("token_level_rewards",) if kl_in_reward else ())),
     )
 

@@ -1,154 +1,164 @@
-"""The numbers of one training step.
+"""Metrics of a batch: the public names, for scripts, recipes and custom trainers.
 
-Padding rows and rows without a valid reward are left out of data metrics, and counted in timing and throughput. Names
-are those users have on their dashboards; units: lengths in tokens, times in seconds, log-probs and entropy in nats.
+    metrics = compute_data_metrics(batch, use_critic=False)
+    metrics |= compute_timing_metrics(batch, timing)
+    metrics |= compute_throughout_metrics(batch, timing, n_gpus=8)
+
+A batch is whatever `BatchColumns` reads: a dict or TensorDict of columns, dense or jagged, or an object with `batch`,
+`non_tensor_batch` and `meta_info`. Padding rows are the caller's to remove. The trainer knows its rows by their tags
+and calls `step_metrics` directly. What each number means, and when it is alarming: docs/metrics.md.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from rlflow.trainer.ppo.batch_columns import BatchColumns
+from rlflow.trainer.ppo.step_metrics import (
+    Rows,
+    compute_log_prob_metrics,
+    compute_throughput_metrics,
+    compute_version_metrics,
+    data_metrics,
+    marked_timer,
+    spread,
+    step_data_metrics,
+    step_timing_metrics,
+)
+from rlflow.trainer.ppo.validation_metrics import bootstrap_metric, calc_maj_val, process_validation_metrics
+from rlflow.utils.metric import reduce_metrics
 
-@contextmanager
-def marked_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
-    """Add the seconds of the block to `timing[name]`."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        timing[name] = timing.get(name, 0.0) + time.perf_counter() - start
+__all__ = [
+    "bootstrap_metric",
+    "calc_maj_val",
+    "compute_data_metrics",
+    "compute_log_prob_metrics",
+    "compute_throughout_metrics",
+    "compute_throughput_metrics",
+    "compute_timing_metrics",
+    "compute_variance_proxy_metrics",
+    "compute_version_metrics",
+    "marked_timer",
+    "process_validation_metrics",
+    "reduce_metrics",
+    "spread",
+    "step_data_metrics",
+    "step_timing_metrics",
+]
 
-
-def spread(prefix: str, values: Tensor) -> dict[str, float]:
-    """`{prefix}/mean|max|min`; NaN when there are no values."""
-    if values.numel() == 0:
-        return {f"{prefix}/{stat}": float("nan") for stat in ("mean", "max", "min")}
-    values = values.float()
-    return {
-        f"{prefix}/mean": values.mean().item(),
-        f"{prefix}/max": values.max().item(),
-        f"{prefix}/min": values.min().item(),
-    }
+# (metric, columns that may hold it)
+_COUNTS = (("num_turns", ("__num_turns__", "num_turns")), ("tool_call_counts", ("tool_call_counts",)))
 
 
 def compute_data_metrics(
-    dense: dict[str, Tensor], rewards: Tensor, tags: list[dict[str, Any]], limits: tuple[int, int]
+    batch: Any,
+    use_critic: bool = True,
+    *,
+    max_prompt_length: int | None = None,
+    max_response_length: int | None = None,
 ) -> dict[str, float]:
-    """Scores, advantages and lengths of a batch.
+    """Scores, rewards, advantages, returns, values and lengths of a batch.
 
-    `*_length/clip_ratio` is the share of rows that reached the configured limit (the reference compares with the
-    longest row of the batch, which is always reached by some row).
+    Reads `token_level_scores` (else `rm_scores`), `token_level_rewards` (else the scores), `advantages`, `returns`,
+    `response_mask`, with a critic `values`, the lengths (`BatchColumns.lengths`), and where they are there
+    `__num_turns__` and `tool_call_counts`.
 
     Args:
-        dense: [B, T] fields `rm_scores`, `response_mask`, `advantages`, `returns`, with a critic `values` (padding
-            rows already removed).
-        rewards: token-level rewards [B, T] (scores minus a KL penalty when there is one).
-        tags: the rows' tags with `prompt_len`, `response_len`, and `invalid` for masked samples.
-        limits: the longest (prompt, response) the configuration allows, in tokens.
+        batch: see the module.
+        use_critic: whether to report the values and what they explain of the returns.
+        max_prompt_length, max_response_length: limits that `*_length/clip_ratio` compares with; None: the width of the
+            padded batch, which some row always reaches.
+
+    Raises:
+        ContractError: a column is missing.
     """
-    prompt = torch.tensor([float(tag["prompt_len"]) for tag in tags])
-    response = torch.tensor([float(tag["response_len"]) for tag in tags])
-    invalid = torch.tensor([bool(tag.get("invalid")) for tag in tags])
-    counted = (response > 0) & ~invalid
-    mask = dense["response_mask"].bool()
-    metrics = {
-        **spread("critic/score", dense["rm_scores"].sum(-1)[counted]),
-        **spread("critic/rewards", rewards.sum(-1)[counted]),
-        **spread("critic/advantages", dense["advantages"][mask]),
-        **spread("critic/returns", dense["returns"][mask]),
-        **_lengths("response_length", response, limits[1]),
-        **_lengths("response_length_non_aborted", response[response > 0], limits[1]),
-        **_lengths("prompt_length", prompt, limits[0]),
-        "response/aborted_ratio": (response == 0).float().mean().item(),
-        "training/reward/invalid": int(invalid.sum()),
-    }
-    if "values" in dense:
-        metrics |= _value_metrics(dense["values"][mask], dense["returns"][mask])
+    columns = BatchColumns(batch)
+    scores = columns.tensor("token_level_scores", "rm_scores")
+    names = ("response_mask", "advantages", "returns", *(("values",) if use_critic else ()))
+    fields = {"rm_scores": scores, **{name: columns.tensor(name) for name in names}}
+    rewards = columns.tensor("token_level_rewards") if "token_level_rewards" in columns else scores
+    prompt, response = columns.lengths()
+    width = columns.padded_widths()
+    limits = (max_prompt_length or width[0], max_response_length or width[1])
+    metrics = data_metrics(fields, rewards, Rows(prompt=prompt, response=response, limits=limits))
+    for name, places in _COUNTS:
+        for place in places:
+            if place in columns:
+                metrics |= spread(name, columns.numbers(place))
+                break
     return metrics
 
 
-def _value_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:
-    """Spread of the values, and the share of the returns' variance that they explain (1: all, 0: none); NaN for fewer
-    than two tokens.
+def compute_timing_metrics(batch: Any, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """`timing_s/{name}` of every timer, and `timing_per_token_ms/{name}`: of `gen` over response tokens, of the stages
+    that work on whole rows over all tokens.
     """
-    explained = float("nan")
-    if values.numel() > 1:
-        explained = 1.0 - (returns - values).var().item() / (returns.var().item() + 1e-5)
-    return {**spread("critic/values", values), "critic/vf_explained_var": explained}
+    prompt, response = BatchColumns(batch).lengths()
+    return step_timing_metrics(timing_raw, int(response.sum()), int(prompt.sum() + response.sum()))
 
 
-def _lengths(prefix: str, lengths: Tensor, limit: int) -> dict[str, float]:
-    clip = (lengths >= limit).float().mean().item() if lengths.numel() else float("nan")
-    return {**spread(prefix, lengths), f"{prefix}/clip_ratio": clip}
+def compute_throughout_metrics(batch: Any, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
+    """`perf/total_num_tokens`, `perf/time_per_step` (timer `step`) and `perf/throughput`, tokens a second and device.
 
-
-def compute_log_prob_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far trainer and rollout engine disagree about the sampled tokens; all [B, T].
-
-    The five reference keys are in probability space; `training/rollout_log_probs_diff/*` (nats) is what the alarm
-    looks at.
+    Tokens are those of `global_token_num` (a count a row), else all prompt and response tokens.
     """
-    mask = mask.bool()
-    if not mask.any():
-        nan = float("nan")
-        return {
-            "training/rollout_probs_diff_valid": 0,
-            "training/rollout_probs_diff_max": nan,
-            "training/rollout_probs_diff_mean": nan,
-            "training/rollout_probs_diff_std": nan,
-            "training/rollout_actor_probs_pearson_corr": nan,
-        }
-    a, b = old[mask].double(), rollout[mask].double()
-    difference = (a.exp() - b.exp()).abs()
-    log_difference = (a - b).abs()
-    pair = torch.stack([a.exp(), b.exp()])
-    correlation = torch.corrcoef(pair)[0, 1].item() if pair.shape[1] > 1 else float("nan")
+    columns = BatchColumns(batch)
+    if "global_token_num" in columns:
+        tokens = int(columns.numbers("global_token_num").sum())
+    else:
+        prompt, response = columns.lengths()
+        tokens = int(prompt.sum() + response.sum())
+    return compute_throughput_metrics(timing_raw, tokens, n_gpus)
+
+
+def compute_variance_proxy_metrics(batch: Any, gradient_norm: float | None = None) -> dict[str, float]:
+    """Signal and noise of the policy gradient, estimated without a second backward pass.
+
+    The squared norm of a trajectory's score is approximated on the logits (as in the optimal token baseline):
+
+        w_t = 1 - 2 pi_t + sum_v pi_v^2,    W_i = sum_t rho_t^2 w_t over its valid tokens (rho: IS weight, else 1)
+
+    With A_i the mean advantage of its valid tokens, over the N rows that have one:
+
+        proxy1_signal_strength = |g|^2                      gradient of the batch; 0 when `gradient_norm` is None
+        proxy2_total_power     = mean_i A_i^2 W_i           E|g_i|^2, signal and noise of one trajectory
+        proxy3_pure_noise      = max(0, (proxy2 - proxy1) / (N - 1))    variance of the mean; 0 without a norm or N < 2
+        expected_a_squared     = mean_i A_i^2
+        expected_w             = mean_i W_i
+
+    Args:
+        batch: with `sum_pi_squared`, `old_log_probs`, `advantages`, `response_mask`, and `rollout_is_weights` when the
+            loss is weighted by them; all dense [B, T], or jagged.
+        gradient_norm: norm of the batch's gradient before clipping.
+
+    Returns:
+        `variance_proxy/*`; {} without `sum_pi_squared`, `old_log_probs` or `advantages`, or without a valid token.
+    """
+    columns = BatchColumns(batch)
+    if any(name not in columns for name in ("sum_pi_squared", "old_log_probs", "advantages")):
+        return {}
+    valid = columns.dense("response_mask").bool()
+    rows = valid.any(-1)
+    if not rows.any():
+        return {}
+    valid = valid[rows]
+    w = 1 - 2 * columns.dense("old_log_probs")[rows].exp() + columns.dense("sum_pi_squared")[rows]
+    if "rollout_is_weights" in columns:
+        w = w * columns.dense("rollout_is_weights")[rows].square()
+    # where, not a product: what stands behind a row may be NaN. A squared norm, so negative by rounding only.
+    w_rows = torch.where(valid, w, 0.0).sum(-1).clamp(min=0.0)
+    advantages = torch.where(valid, columns.dense("advantages")[rows], 0.0).sum(-1) / valid.sum(-1)
+    power = (advantages.square() * w_rows).mean().item()
+    signal = 0.0 if gradient_norm is None else float(gradient_norm) ** 2
+    count = len(w_rows)
+    noise = 0.0 if gradient_norm is None or count < 2 else max(0.0, (power - signal) / (count - 1))
     return {
-        "training/rollout_probs_diff_valid": 1,
-        "training/rollout_probs_diff_max": difference.max().item(),
-        "training/rollout_probs_diff_mean": difference.mean().item(),
-        "training/rollout_probs_diff_std": difference.std().item() if difference.numel() > 1 else 0.0,
-        "training/rollout_actor_probs_pearson_corr": correlation,
-        "training/rollout_log_probs_diff/max": log_difference.max().item(),
-        "training/rollout_log_probs_diff/mean": log_difference.mean().item(),
-    }
-
-
-def compute_version_metrics(tags: list[dict[str, Any]], step: int) -> dict[str, float]:
-    """Weight versions of the trajectories: span, and staleness against the version step `step` trains on."""
-    low = torch.tensor([float(tag["min_global_steps"]) for tag in tags])
-    high = torch.tensor([float(tag["max_global_steps"]) for tag in tags])
-    prefix = "training/off_policy"
-    return {
-        **spread(f"{prefix}/trajectory_spans", high - low + 1),
-        **spread(f"{prefix}/trajectory_staleness", (step - 1) - high),
-        **spread(f"{prefix}/trajectory_staleness_worst", (step - 1) - low),
-    }
-
-
-def compute_timing_metrics(timing: dict[str, float], response_tokens: int, all_tokens: int) -> dict[str, float]:
-    """`timing_s/*`, and milliseconds a token for the stages whose work is per token."""
-    metrics = {f"timing_s/{name}": seconds for name, seconds in timing.items()}
-    tokens = {
-        "gen": response_tokens,
-        **dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), all_tokens),
-    }
-    for name, count in tokens.items():
-        if name in timing and count:
-            metrics[f"timing_per_token_ms/{name}"] = timing[name] * 1000 / count
-    return metrics
-
-
-def compute_throughput_metrics(timing: dict[str, float], all_tokens: int, n_devices: int) -> dict[str, float]:
-    """Tokens of the step, its seconds, and tokens a second a device."""
-    return {
-        "perf/total_num_tokens": all_tokens,
-        "perf/time_per_step": timing["step"],
-        "perf/throughput": all_tokens / (timing["step"] * n_devices),
+        "variance_proxy/proxy1_signal_strength": signal,
+        "variance_proxy/proxy2_total_power": power,
+        "variance_proxy/proxy3_pure_noise": noise,
+        "variance_proxy/expected_a_squared": advantages.square().mean().item(),
+        "variance_proxy/expected_w": w_rows.mean().item(),
     }

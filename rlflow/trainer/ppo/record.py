@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rlflow.trainer.ppo.estimator_inputs import NEEDED_FIELDS, wants_sum_pi_squared
 from rlflow.trainer.ppo.field_table import StageFields, check_stage_table, stage_table
+from rlflow.trainer.ppo.off_policy import corrected_fields, is_bypassed
 
 if TYPE_CHECKING:
     from rlflow.trainer.ppo.trainer_base import PPOTrainer
@@ -17,12 +19,16 @@ def declared_stages(trainer: PPOTrainer) -> dict[str, StageFields]:
     Raises:
         ContractError: a stage reads a field that no earlier one writes.
     """
-    runtime = trainer.runtime
+    config, runtime = trainer.config, trainer.runtime
     groups = {"actor": runtime.actor_wg, "ref": runtime.ref_policy_wg, "critic": runtime.critic_wg}
     stages = stage_table(
         {role: group.worker_cls for role, group in groups.items() if group is not None},
-        with_log_probs=bool(trainer.config.actor_rollout_ref.rollout.calculate_log_probs),
+        with_log_probs=bool(config.actor_rollout_ref.rollout.calculate_log_probs),
         kl_in_reward=trainer.kl_controller is not None,
+        sum_pi_squared=wants_sum_pi_squared(config),
+        corrected=corrected_fields(config),
+        bypassed=is_bypassed(config),
+        estimator_needs=NEEDED_FIELDS.get(config.algorithm.adv_estimator, ()),
     )
     check_stage_table(stages)
     written: set[str] = set()

@@ -16,11 +16,14 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rlflow.transfer_queue as tq
 from rlflow.transfer_queue import KVBatchMeta, WatchGapError
 from rlflow.utils.errors import ContractError, DeadlineError
+
+if TYPE_CHECKING:
+    from rlflow.trainer.ppo.group_filter import GroupFilter
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +95,14 @@ class ReplayBuffer:
     Args:
         trainer_mode: name of the trainer mode.
         trainer_config: the mode's own block of `trainer.v1`.
-        max_off_policy_threshold, max_off_policy_strategy, refill_fn: bounds of the async modes, unused here.
+        max_off_policy_threshold, max_off_policy_strategy: bounds of the async modes, unused here.
         sampler_kwargs: keyword arguments for custom classes.
+        refill_fn: submits so many more train prompts of the current step; for custom classes, the filter has its own.
         stall_timeout_s: seconds without any change before `sample` gives up.
         describe_stall: returns lines about what is running, for the stall report.
         on_progress: called with (finished, wanted) prompt groups while waiting.
         on_ended: called with (partition, uid, marker tag) when a prompt was seen to end, maybe more than once.
+        group_filter: drops train groups without a signal and asks for others.
     """
 
     def __init__(
@@ -113,12 +118,14 @@ class ReplayBuffer:
         describe_stall: Callable[[], list[str]] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         on_ended: Callable[[str, str, dict[str, Any]], None] | None = None,
+        group_filter: GroupFilter | None = None,
     ) -> None:
         self.trainer_mode = trainer_mode
         self.stall_timeout_s = stall_timeout_s
         self._describe_stall = describe_stall
         self._on_progress = on_progress
         self._on_ended = on_ended
+        self._group_filter = group_filter
         self._views: dict[str, PartitionView] = {}
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
@@ -130,15 +137,22 @@ class ReplayBuffer:
         Raises:
             DeadlineError: nothing changed for `stall_timeout_s`.
             ContractError: no group left any trajectory, or a marker has an unknown status.
+            RewardError: the group filter cannot judge a group, or found too few with a signal.
         """
         view = self._views.setdefault(partition_id, PartitionView(partition_id))
-        selected = self._wait_for_groups(view, global_steps, partition_id, batch_size)
+        sieve = self._group_filter if partition_id == "train" else None
+        if sieve is not None:
+            sieve.begin(batch_size)
+        selected = self._wait_for_groups(view, global_steps, partition_id, batch_size, sieve)
         chosen = set(selected)
         order = {uid: position for position, uid in enumerate(selected)}
         keys = sorted(view.trajectories(chosen), key=lambda key: (order[uid_of(key)], session_of(key)[1:]))
         markers = view.markers()
         prefix = "training" if partition_id == "train" else "validation"
-        metrics = self._failure_metrics(prefix, [markers[uid] for uid in selected])
+        seen = [markers[uid] for uid in selected]
+        metrics = self._failure_metrics(prefix, seen if sieve is None else [*seen, *sieve.dropped_markers])
+        if sieve is not None:
+            metrics |= sieve.metrics()
         if not keys:
             reasons = sorted({str(markers[uid].get("failed", "unknown reason")) for uid in selected})
             raise ContractError(
@@ -151,14 +165,20 @@ class ReplayBuffer:
             view.tags.pop(uid, None)
         return KVBatchMeta(keys=keys, tags=tags, partition_id=partition_id, fields=None), metrics
 
-    def _wait_for_groups(self, view: PartitionView, global_steps: int, partition_id: str, batch_size: int) -> list[str]:
+    def _wait_for_groups(
+        self, view: PartitionView, global_steps: int, partition_id: str, batch_size: int, sieve: GroupFilter | None
+    ) -> list[str]:
         last_change = time.monotonic()
         while True:
             ended = self._ended(view)
+            if sieve is None:
+                groups = ended[:batch_size] if len(ended) >= batch_size else None
+            else:
+                groups = sieve.sift(view, ended)
             if self._on_progress is not None:
-                self._on_progress(min(len(ended), batch_size), batch_size)
-            if len(ended) >= batch_size:
-                return ended[:batch_size]
+                self._on_progress(min(len(ended) if sieve is None else sieve.kept, batch_size), batch_size)
+            if groups is not None:
+                return groups
             changes = view.wait(timeout_s=min(WAKE_EVERY_S, self.stall_timeout_s))
             if changes:
                 last_change = time.monotonic()

@@ -20,6 +20,7 @@ from rlflow.single_controller.ray import (
     ResourcePoolManager,
     create_colocated_worker_cls,
 )
+from rlflow.trainer.ppo.off_policy import carry_bypass_settings
 from rlflow.trainer.ppo.utils import Role, need_critic, need_reference_policy
 from rlflow.transfer_queue.settings import NAMESPACE_ENV
 from rlflow.utils.device import COLLECTIVE_TIMEOUT_ENV
@@ -61,6 +62,7 @@ def build_runtime(config: Any, total_training_steps: int) -> Runtime:
         config.actor_rollout_ref.actor.optim.total_training_steps = total_training_steps
         if need_critic(config):
             config.critic.optim.total_training_steps = total_training_steps
+    carry_bypass_settings(config)
     needs_ref = need_reference_policy(config)
     role = Role.ActorRolloutRef if needs_ref else Role.ActorRollout
     roles = [role, Role.Critic] if need_critic(config) else [role]

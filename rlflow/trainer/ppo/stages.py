@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import rlflow.transfer_queue as tq
-from rlflow.trainer.ppo import advantage, metric_utils
+from rlflow.trainer.ppo import advantage, estimator_inputs, metric_utils, off_policy
 from rlflow.trainer.ppo.batching import partition_of, real_rows
 from rlflow.trainer.ppo.core_algos import agg_loss
+from rlflow.trainer.ppo.replay_buffer import uid_of
 from rlflow.trainer.ppo.row_metrics import compute_row_metrics
 from rlflow.transfer_queue import KVBatchMeta
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ContractError, RewardError
 from rlflow.utils.metric import Metric, merge_metrics
-from rlflow.utils.nested import nested_to_padded
+from rlflow.utils.nested import nested_index_select, nested_to_padded
 
 if TYPE_CHECKING:
     from rlflow.trainer.ppo.trainer_base import PPOTrainer
@@ -34,10 +35,22 @@ def _with_options(batch: KVBatchMeta, **options: Any) -> KVBatchMeta:
 
 
 def compute_old_log_prob(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
-    """Writes `old_log_probs` and `entropy`; reports entropy and the distance to the rollout engine's log-probs."""
+    """Writes `old_log_probs` and `entropy`, for the estimators that read it `sum_pi_squared`, and what rollout correction
+    writes. Reports entropy and the distance to the rollout engine's log-probs.
+
+    In bypass mode the rollout's log-probs are copied, and nothing else is written or known.
+    """
     rollout = trainer.config.actor_rollout_ref.rollout
     actor = trainer.config.actor_rollout_ref.actor
-    options = {"calculate_entropy": True, "compute_loss": False, "temperature": rollout.temperature}
+    if off_policy.is_bypassed(trainer.config):
+        off_policy.copy_rollout_log_probs(batch)
+        return batch
+    options = {
+        "calculate_entropy": True,
+        "calculate_sum_pi_squared": estimator_inputs.wants_sum_pi_squared(trainer.config),
+        "compute_loss": False,
+        "temperature": rollout.temperature,
+    }
     trainer.runtime.actor_wg.compute_log_prob(_with_options(batch, **options))
     names = ["old_log_probs", "entropy", "response_mask", "rollout_log_probs"]
     data = tq.kv_batch_get(batch.keys, partition_of(batch), names, missing_ok=("rollout_log_probs",))
@@ -52,6 +65,8 @@ def compute_old_log_prob(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metri
                 "a custom agent loop must set response_logprobs on every output"
             )
         metrics.update(metric_utils.compute_log_prob_metrics(dense["old_log_probs"], dense["rollout_log_probs"], mask))
+        settings = trainer.config.algorithm.rollout_correction
+        off_policy.correct_rollouts(batch, data["response_mask"], dense, settings, metrics)
     return batch
 
 
@@ -77,26 +92,30 @@ def compute_advantage(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics)
     _refuse_a_step_without_rewards(batch)
     names = ["response_mask", "rm_scores", *advantage.OPTIONAL_FIELDS]
     data = tq.kv_batch_get(batch.keys, partition_of(batch), names, missing_ok=advantage.OPTIONAL_FIELDS)
-    dense = advantage.to_dense(data)
-    rewards = dense["rm_scores"]
     algorithm = trainer.config.algorithm
+    rewards = data["rm_scores"]
     if trainer.kl_controller is not None:
-        rewards, kl_metrics = advantage.apply_kl_penalty(dense, trainer.kl_controller, algorithm.kl_penalty)
+        rewards, kl_metrics = advantage.apply_kl_penalty(data, trainer.kl_controller, algorithm.kl_penalty)
         metrics.update(kl_metrics)
-    advantages, returns = advantage.compute_advantage(batch.keys, rewards, dense, algorithm)
-    like = data["response_mask"]
-    written = {"advantages": advantage.to_jagged(advantages, like), "returns": advantage.to_jagged(returns, like)}
+    more: dict[str, Any] = {}
+    if algorithm.adv_estimator == "remax":
+        more["reward_baselines"] = estimator_inputs.reward_baselines(batch, metrics)
+    if algorithm.gdpo_reward_keys:
+        more["components"] = estimator_inputs.reward_components(batch, list(algorithm.gdpo_reward_keys), metrics)
+    advantages, returns = advantage.compute_advantages(batch.keys, data, algorithm, rewards=rewards, **more)
+    written = {"advantages": advantages, "returns": returns}
     if trainer.kl_controller is not None:
-        written["token_level_rewards"] = advantage.to_jagged(rewards, like)
+        written["token_level_rewards"] = rewards
     tq.kv_batch_put(batch.keys, partition_of(batch), fields=tu.get_tensordict(written))
 
     rows = real_rows(batch)
     select = torch.tensor(rows)
-    dense |= {"advantages": advantages, "returns": returns}
     tags = [batch.tags[row] for row in rows]
     limits = (trainer.config.data.max_prompt_length, trainer.config.data.max_response_length)
-    shown = {name: value[select] for name, value in dense.items()}
-    metrics.update(metric_utils.compute_data_metrics(shown, rewards[select], tags, limits))
+    fields = {name: data[name] for name in ("response_mask", "rm_scores", "values") if name in data.keys()} | written  # noqa: SIM118
+    shown = {name: nested_index_select(value, select) for name, value in fields.items()}
+    shown_rewards = shown.get("token_level_rewards", shown["rm_scores"])
+    metrics.update(metric_utils.step_data_metrics(shown, shown_rewards, tags, limits))
     metrics.update(metric_utils.compute_version_metrics(tags, trainer.global_steps))
     return batch
 
@@ -144,9 +163,9 @@ def _update_options(node: Any, sessions: int) -> dict[str, Any]:
 
 
 def merge_worker_metrics(metrics: Metrics, reported: dict[str, Any], prefix: str) -> None:
-    """Worker metrics under `{prefix}/`; `mfu` goes to `perf/mfu/{prefix}`."""
+    """Worker metrics under `{prefix}/`; `mfu` goes to `perf/mfu/{prefix}`, those of the bypass mode to `rollout_corr/`."""
     for name, value in reported.items():
-        name = name if name.startswith(f"{prefix}/") else f"{prefix}/{name}"
+        name = name if name.startswith((f"{prefix}/", "rollout_corr/")) else f"{prefix}/{name}"
         if name in (f"{prefix}/mfu", f"{prefix}/perf/mfu"):
             name = f"perf/mfu/{prefix}"
         merged: dict[str, Metric] = {}
@@ -164,7 +183,18 @@ def compute_step_metrics(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metri
     metrics.update(compute_row_metrics([batch.keys[row] for row in rows], [batch.tags[row] for row in rows], data))
     response_tokens = sum(int(batch.tags[row]["response_len"]) for row in rows)
     all_tokens = sum(int(tag["seq_len"]) for tag in batch.tags)
-    metrics.update(metric_utils.compute_timing_metrics(timing, response_tokens, all_tokens))
+    metrics.update(metric_utils.step_timing_metrics(timing, response_tokens, all_tokens))
     metrics.update(metric_utils.compute_throughput_metrics(timing, all_tokens, trainer.runtime.n_devices))
+    if estimator_inputs.wants_sum_pi_squared(trainer.config):
+        metrics.update(_variance_proxies([batch.keys[row] for row in rows], partition_of(batch), metrics))
     metrics["training/global_step"] = trainer.global_steps
-    metrics["training/epoch"] = trainer.feed.epoch_of(trainer.global_steps)
+    metrics["training/epoch"] = trainer.feed.epoch_of(uid_of(batch.keys[row]) for row in rows)
+
+
+def _variance_proxies(keys: list[str], partition: str, metrics: Metrics) -> dict[str, float]:
+    """Signal and noise of the gradient; the norm is that of the step's update, none in a step that trains the critic."""
+    optional = ("rollout_is_weights",)
+    names = ["sum_pi_squared", "old_log_probs", "advantages", "response_mask", *optional]
+    data = tq.kv_batch_get(keys, partition, names, missing_ok=optional)
+    norm = metrics.get("actor/grad_norm")
+    return metric_utils.compute_variance_proxy_metrics(data, None if norm is None else norm.aggregate())

@@ -40,14 +40,14 @@ from rlflow.trainer.ppo.dumps import DumpWriter
 from rlflow.trainer.ppo.feed import PromptFeed
 from rlflow.trainer.ppo.field_table import StageFields
 from rlflow.trainer.ppo.metric_utils import marked_timer
-from rlflow.trainer.ppo.replay_buffer import ReplayBuffer, uid_of
+from rlflow.trainer.ppo.replay_buffer import uid_of
 from rlflow.trainer.ppo.runtime import Runtime, build_runtime
+from rlflow.trainer.ppo.sampler import build_replay_buffer
 from rlflow.trainer.ppo.stall import Pulse
 from rlflow.trainer.ppo.trajectories import write_trajectories
 from rlflow.trainer.ppo.utils import need_critic, need_reference_policy, run_folder
 from rlflow.trainer.ppo.validation import validate
 from rlflow.transfer_queue import KVBatchMeta
-from rlflow.utils.import_utils import load_extern_object
 from rlflow.utils.metric import reduce_metrics
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class PPOTrainer(ABC):  # noqa: B024
 
     runtime: Runtime
     feed: PromptFeed
+    replay_buffer: Any
     agent_loop_manager: Any
     logger: Tracking | None = None
 
@@ -95,7 +96,6 @@ class PPOTrainer(ABC):  # noqa: B024
         self.use_critic = need_critic(config)
         algorithm = config.algorithm
         self.kl_controller = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
-        self.replay_buffer = self._build_replay_buffer()
         self.recorder = RunRecorder(run_folder(config))
         self.global_steps = 0
         self.stage_fields: dict[str, StageFields] = {}
@@ -108,6 +108,7 @@ class PPOTrainer(ABC):  # noqa: B024
     def init(self) -> None:
         """Build data, processes and servers, resume from a checkpoint, give the servers their first weights."""
         self.feed = PromptFeed(self.config)
+        self.replay_buffer = build_replay_buffer(self)
         self.runtime = build_runtime(self.config, self.feed.total_training_steps)
         self.dumps = DumpWriter(self.runtime.tokenizer)
         self.stage_fields = record.declared_stages(self)
@@ -135,33 +136,23 @@ class PPOTrainer(ABC):  # noqa: B024
         """Reward workers that score sessions while they are produced."""
         return self.runtime.reward_manager.reward_loop_worker_handles
 
-    def _build_replay_buffer(self) -> ReplayBuffer:
-        sampler = self.config.trainer.v1.sampler
-        mode = self.config.trainer.v1.trainer_mode
-        kwargs = {
-            "trainer_mode": mode,
-            "trainer_config": self.config.trainer.v1.get(mode),
-            "max_off_policy_threshold": 8,
-            "max_off_policy_strategy": "drop",
-            "sampler_kwargs": dict(sampler.sampler_kwargs),
-            "refill_fn": None,
-        }
-        if sampler.custom_sampler.path and sampler.custom_sampler.name:
-            return load_extern_object(sampler.custom_sampler.path, sampler.custom_sampler.name)(**kwargs)
-        return ReplayBuffer(
-            **kwargs,
-            stall_timeout_s=self.config.trainer.stall_timeout_s,
-            describe_stall=self._describe_running,
-            on_progress=lambda done, total: self.on_progress(done, total) if self.on_progress else None,
-            on_ended=self._prompt_ended,
-        )
+    # ----- what the replay buffer tells and asks --------------------------------------------------------------------
 
-    def _prompt_ended(self, partition: str, uid: str, tag: dict[str, Any]) -> None:
+    def refill(self, prompts: int) -> None:
+        """Submit more prompts of the current step, in place of dropped ones."""
+        self._submit(self.feed.next_train_batch(self.global_steps, prompts))
+
+    def prompt_dropped(self, uid: str, reason: str) -> None:
+        """A prompt of this step will not be trained on."""
+        self._open_prompts[uid] = reason
+
+    def prompt_ended(self, partition: str, uid: str, tag: dict[str, Any]) -> None:
+        """All sessions of a prompt ended."""
         if partition == "train" and uid in self._open_prompts:
             self._open_prompts[uid] = str(tag.get("failed") or "its sessions left no trajectory")
         self.recorder.finished(self.global_steps, partition, uid, tag)
 
-    def _describe_running(self) -> list[str]:
+    def describe_running(self) -> list[str]:
         """Lines for a stall report; raises when no agent-loop worker is left."""
         return self._pulse.lines(self.agent_loop_manager, self.runtime)
 
@@ -294,11 +285,10 @@ class PPOTrainer(ABC):  # noqa: B024
 
     def step(self, metrics: Metrics, timing: dict[str, float]) -> KVBatchMeta:
         """Submit one batch of prompts and train on it."""
-        prompts = self.feed.next_train_batch(self.global_steps)
-        self._submit(prompts)
+        self._submit(self.feed.next_train_batch(self.global_steps))
         batch = self._step_once(metrics, timing, self.config.data.train_batch_size)
-        # Also a prompt all of whose sessions failed is behind the frontier now: it had its turn.
-        self.feed.mark_trained(self.feed.uids(prompts))
+        # All that was submitted is behind the frontier now: a prompt that failed or was dropped had its turn.
+        self.feed.mark_trained(list(self._open_prompts))
         return batch
 
     def _step_once(self, metrics: Metrics, timing: dict[str, float], prompts: int) -> KVBatchMeta:

@@ -221,7 +221,8 @@
     let figure = null;
     const draw = () => {
       const title = select.value;
-      const next = charts.chart(run, { title: plain(title), head: select, series: [[title, title]], band: null }, open);
+      const spec = { title: plain(title), head: select, series: [[title, title]], band: null, help: run.help[title] };
+      const next = charts.chart(run, spec, open);
       if (figure) figure.replaceWith(next);
       figure = next;
       return next;

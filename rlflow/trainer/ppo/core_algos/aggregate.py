@@ -7,31 +7,11 @@ averaged over ranks, so that the sum over micro-batches and ranks is the exact g
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from rlflow.utils.torch_functional import masked_mean, masked_sum, masked_whiten
 
-def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Sum where the mask is set; NaN or inf outside the mask does not leak in."""
-    masked = torch.where(mask.bool(), values, torch.zeros_like(values)) * mask
-    return masked.sum() if axis is None else masked.sum(dim=axis)
-
-
-def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Mean where the mask is set (denominator + 1e-8: an empty mask gives 0)."""
-    count = mask.sum() if axis is None else mask.sum(dim=axis)
-    return masked_sum(values, mask, axis) / (count + 1e-8)
-
-
-def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Values shifted and scaled to mean 0 and sample variance 1 (n - 1) where the mask is set.
-
-    Everything is shifted and scaled, also outside the mask. A single valid value becomes 0.
-    """
-    mean = masked_mean(values, mask)
-    count = mask.sum()
-    variance = masked_mean((values - mean).square(), mask) * count / (count - 1).clamp(min=1)
-    return (values - mean) * torch.rsqrt(variance + 1e-8)
+__all__ = ["agg_loss", "masked_mean", "masked_sum", "masked_whiten"]
 
 
 def agg_loss(

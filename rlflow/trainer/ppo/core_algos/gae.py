@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rlflow.trainer.ppo.core_algos.aggregate import masked_whiten
 from rlflow.trainer.ppo.core_algos.registry import AdvantageEstimator, register_adv_est
+from rlflow.utils.torch_functional import at_least_fp32
 
 
 @register_adv_est(AdvantageEstimator.GAE)
@@ -31,7 +32,7 @@ def compute_gae_advantage_return(
     lam: float = 1.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """GAE.
+    """GAE; half precision is computed in fp32.
 
     Args:
         token_level_rewards: [B, T] rewards.
@@ -43,16 +44,17 @@ def compute_gae_advantage_return(
     Returns:
         (whitened advantages [B, T], returns [B, T]).
     """
-    valid = response_mask.bool()
-    next_value = torch.zeros_like(values[:, 0])
-    advantage = torch.zeros_like(next_value)
-    # Outside the mask the running advantage stands still, which is what is stored there.
-    backward: list[Tensor] = []
-    for t in reversed(range(values.shape[1])):
-        here = valid[:, t]
-        delta = token_level_rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = torch.where(here, delta + gamma * lam * advantage, advantage)
-        next_value = torch.where(here, values[:, t], next_value)
-        backward.append(advantage)
-    advantages = torch.stack(backward[::-1], dim=1)
+    values, token_level_rewards = at_least_fp32(values), at_least_fp32(token_level_rewards)
+    # Column by column is row by row of the transposed: each step then reads memory that lies together.
+    rewards, value, valid = (x.t().contiguous() for x in (token_level_rewards, values, response_mask.bool()))
+    next_value = values.new_zeros(values.shape[0])
+    running = torch.zeros_like(next_value)
+    backward = torch.empty_like(value)
+    for t in reversed(range(value.shape[0])):
+        delta = rewards[t] + gamma * next_value - value[t]
+        # Outside the mask the running advantage stands still, which is what is stored there.
+        running = torch.where(valid[t], delta + gamma * lam * running, running)
+        next_value = torch.where(valid[t], value[t], next_value)
+        backward[t] = running
+    advantages = backward.t().contiguous()
     return masked_whiten(advantages, response_mask), advantages + values

@@ -4,6 +4,8 @@ With d = log p - log q for a token sampled from p (Schulman 2020, "Approximating
     k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
 k1 and k3 are unbiased for KL(p || q) as values; only k2 has the right gradient when differentiated through log p. The
 suffix "+" therefore keeps the value of an estimator and takes the gradient of k2 (straight-through).
+
+Half-precision inputs are computed in fp32. A log-prob of -inf counts as `LOG_PROB_FLOOR`, so that d stays finite.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.trainer.ppo.core_algos.valid import valid_log_prob
+
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """The estimator `kl_penalty` (kl | k1, abs, mse | k2, low_var_kl | k3), elementwise; any shape."""
-    difference = logprob - ref_logprob
+    difference = valid_log_prob(logprob) - valid_log_prob(ref_logprob)
     if kl_penalty in ("kl", "k1"):
         return difference
     if kl_penalty == "abs":

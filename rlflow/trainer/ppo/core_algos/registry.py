@@ -17,9 +17,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
 AdvEstimatorFn = Callable[..., tuple[Tensor, Tensor]]
+# rows(scores [N], group int64 [N], lengths [N], *, config, **options) -> advantages [N]; see `outcome`.
+OutcomeFn = Callable[..., Tensor]
 
 ADV_ESTIMATOR_REGISTRY: dict[str, AdvEstimatorFn] = {}
 POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
+# Keyed by function, not by name: whoever puts another function under a name does not inherit its core.
+_OUTCOME_CORES: dict[AdvEstimatorFn, OutcomeFn] = {}
 
 
 class AdvantageEstimator(StrEnum):
@@ -27,18 +31,39 @@ class AdvantageEstimator(StrEnum):
 
     GAE = "gae"
     GRPO = "grpo"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    REMAX = "remax"
+    RLOO = "rloo"
+    OPO = "opo"
+    GRPO_PASSK = "grpo_passk"
+    GPG = "gpg"
+    RLOO_VECTORIZED = "rloo_vectorized"
+    GRPO_VECTORIZED = "grpo_vectorized"
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"  # noqa: S105 - tokens of text
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"  # noqa: S105
+    GDPO = "gdpo"
 
 
 def _name(name_or_enum: str | AdvantageEstimator) -> str:
     return name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum
 
 
-def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[F], F]:
+def register_adv_est(name_or_enum: str | AdvantageEstimator, outcome: OutcomeFn | None = None) -> Callable[[F], F]:
     """Decorator: make an advantage estimator selectable by `algorithm.adv_estimator`.
 
     The function is called with keywords: token_level_rewards [B, T], response_mask [B, T], index (uid a row, array of
     str), config (the `algorithm` node), and whatever batch fields exist; accept `**kwargs`. It returns
     (advantages [B, T], returns [B, T]).
+
+    Args:
+        name_or_enum: the name.
+        outcome: the same estimator on one score a row, for those that give all tokens of a row one value:
+            `outcome(scores [N], group int64 [N], lengths [N], *, config, **options) -> advantages [N]`, where lengths
+            counts valid tokens. The trainer prefers it: nothing of shape [B, T] is built then.
+
+    Raises:
+        ValueError: another function has the name.
     """
 
     def decorator(function: F) -> F:
@@ -47,6 +72,8 @@ def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[F], F]
         if known is not None and known is not function:
             raise ValueError(f"advantage estimator {name!r} is already {known.__module__}.{known.__qualname__}")
         ADV_ESTIMATOR_REGISTRY[name] = function
+        if outcome is not None:
+            _OUTCOME_CORES[function] = outcome
         return function
 
     return decorator
@@ -55,6 +82,11 @@ def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[F], F]
 def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvEstimatorFn:
     """The estimator of that name; ValueError lists what exists."""
     return _lookup(ADV_ESTIMATOR_REGISTRY, _name(name_or_enum), "advantage estimator", "register_adv_est")
+
+
+def get_outcome_fn(function: AdvEstimatorFn) -> OutcomeFn | None:
+    """The per-row form of a registered estimator, None when it has none."""
+    return _OUTCOME_CORES.get(function)
 
 
 def register_policy_loss(name: str) -> Callable[[F], F]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlflow.trainer.ppo.core_algos.aggregate import agg_loss, masked_mean
+from rlflow.trainer.ppo.core_algos.valid import only_valid
 
 
 def compute_value_loss(
@@ -24,7 +25,7 @@ def compute_value_loss(
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Value loss; all tensors [B, T].
+    """Value loss; all tensors [B, T]. What lies outside the mask, NaN too, is not read.
 
     Args:
         vpreds: values of the critic that is trained, with gradient.
@@ -37,6 +38,7 @@ def compute_value_loss(
     Returns:
         The scalar loss, and the share of tokens (no gradient) at which the clipped error is the larger one.
     """
+    vpreds, returns, values = (only_valid(tensor, response_mask) for tensor in (vpreds, returns, values))
     clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
     plain_error = (vpreds - returns).square()
     clipped_error = (clipped - returns).square()

@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# DAPO | random tiny Llama (made here) | FSDP | one CPU process, under a minute
+#
+# Yu et al. 2025: groups whose answers all score the same are replaced by other prompts, answers are told to be shorter
+# before they are cut off, the upper clip range is wider than the lower, tokens weigh equally. docs/dapo.md.
+#
+#   bash examples/dapo_trainer/run_tiny_fsdp.sh [key=value ...]
+set -xeuo pipefail
+
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+export PYTHONPATH="${HERE}/../..${PYTHONPATH:+:${PYTHONPATH}}"
+
+########################### user-adjustable ###########################
+RLFLOW_DATA=${RLFLOW_DATA:-${HOME}/.cache/rlflow}
+MODEL_PATH=${MODEL_PATH:-${RLFLOW_DATA}/models/tiny}
+DATA_DIR=${DATA_DIR:-${RLFLOW_DATA}/data/sums}
+DEVICE=${DEVICE:-cpu}
+INFER_BACKEND=${INFER_BACKEND:-hf}
+NGPUS_PER_NODE=${NGPUS_PER_NODE:-1}
+TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-8}
+PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-8}
+MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-64}
+MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-8}
+ROLLOUT_N=${ROLLOUT_N:-4}
+ACTOR_LR=${ACTOR_LR:-1e-3}
+CLIP_RATIO_LOW=${CLIP_RATIO_LOW:-0.2}
+CLIP_RATIO_HIGH=${CLIP_RATIO_HIGH:-0.28}
+OVERLONG_BUFFER=${OVERLONG_BUFFER:-2}
+TOTAL_STEPS=${TOTAL_STEPS:-3}
+PROJECT_NAME=${PROJECT_NAME:-rlflow_examples}
+EXPERIMENT_NAME=${EXPERIMENT_NAME:-dapo_tiny_$(date +%Y%m%d_%H%M%S)}
+RUN_DIR=${RUN_DIR:-${RLFLOW_DATA}/runs/${EXPERIMENT_NAME}}
+
+########################### model and data ############################
+[[ -f "${MODEL_PATH}/config.json" ]] || python3 "${HERE}/../models/make_tiny.py" --out "${MODEL_PATH}"
+[[ -f "${DATA_DIR}/train.parquet" ]] || python3 "${HERE}/../data_preprocess/sums.py" --local_save_dir "${DATA_DIR}"
+
+########################### configuration #############################
+DATA=(
+    data.train_files="${DATA_DIR}/train.parquet"
+    data.val_files="${DATA_DIR}/test.parquet"
+    data.train_batch_size="${TRAIN_BATCH_SIZE}"
+    data.max_prompt_length="${MAX_PROMPT_LENGTH}"
+    data.max_response_length="${MAX_RESPONSE_LENGTH}"
+    data.seed=0
+    reward.custom_reward_function.path="${HERE}/../custom_reward/sums.py"
+    reward.reward_manager.name=dapo
+    +reward.reward_kwargs.max_resp_len="${MAX_RESPONSE_LENGTH}"
+    +reward.reward_kwargs.overlong_buffer_cfg.enable=true
+    +reward.reward_kwargs.overlong_buffer_cfg.len="${OVERLONG_BUFFER}"
+    +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.1
+    +reward.reward_kwargs.overlong_buffer_cfg.log=true
+)
+MODEL=(
+    actor_rollout_ref.model.path="${MODEL_PATH}"
+    actor_rollout_ref.model.enable_gradient_checkpointing=false
+)
+ACTOR=(
+    actor_rollout_ref.actor.optim.lr="${ACTOR_LR}"
+    actor_rollout_ref.actor.ppo_mini_batch_size="${PPO_MINI_BATCH_SIZE}"
+    actor_rollout_ref.actor.use_dynamic_bsz=true
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096
+    actor_rollout_ref.actor.fsdp_config.dtype=float32
+)
+ROLLOUT=(
+    actor_rollout_ref.rollout.name="${INFER_BACKEND}"
+    actor_rollout_ref.rollout.n="${ROLLOUT_N}"
+    actor_rollout_ref.rollout.dtype=float32
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1
+    actor_rollout_ref.rollout.agent.num_workers=1
+)
+ALGORITHM=(
+    algorithm.adv_estimator=grpo
+    algorithm.filter_groups.enable=true
+    algorithm.filter_groups.metric=acc
+    actor_rollout_ref.actor.clip_ratio_low="${CLIP_RATIO_LOW}"
+    actor_rollout_ref.actor.clip_ratio_high="${CLIP_RATIO_HIGH}"
+    actor_rollout_ref.actor.loss_agg_mode=token-mean
+)
+TRAINER=(
+    trainer.device="${DEVICE}"
+    trainer.nnodes=1
+    trainer.n_gpus_per_node="${NGPUS_PER_NODE}"
+    trainer.logger='[console,file]'
+    trainer.project_name="${PROJECT_NAME}"
+    trainer.experiment_name="${EXPERIMENT_NAME}"
+    trainer.default_local_dir="${RUN_DIR}"
+    trainer.total_epochs=1000
+    trainer.total_training_steps="${TOTAL_STEPS}"
+    trainer.save_freq="${TOTAL_STEPS}"
+    trainer.test_freq="${TOTAL_STEPS}"
+)
+EXTRA=(
+    reward.num_workers=1
+    transfer_queue.backend.SimpleStorage.num_data_storage_units=1
+)
+
+########################### launch ####################################
+python3 -m rlflow.trainer.main_ppo \
+    "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" "${EXTRA[@]}" "$@"

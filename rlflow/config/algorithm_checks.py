@@ -1,0 +1,97 @@
+"""Checks of `algorithm`: what an estimator, the group filter and rollout correction need from the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlflow.config.checks import TypedConfig
+
+OPTIMAL_TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+# Estimators that compare the sessions of a prompt: with one session there is nothing to compare with.
+COMPARING = ("grpo", "grpo_vectorized", "gdpo", "opo", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized")
+LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+
+
+def check_algorithm(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
+    """Everything about `algorithm` but its single values."""
+    _check_estimator(c, problems, notices)
+    _check_filter(c, problems, notices)
+    _check_correction(c, problems)
+
+
+def _check_estimator(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
+    estimator, sessions = c.algorithm.adv_estimator, c.rollout.n
+    if estimator == "grpo_passk" and sessions < 2:
+        problems.append(
+            "algorithm.adv_estimator=grpo_passk compares the two best sessions of a prompt, and rollout.n=1 runs one.\n"
+            "    try:    actor_rollout_ref.rollout.n=2, or more"
+        )
+    if estimator in COMPARING and sessions == 1:
+        notices.append(f"rollout.n=1 with {estimator}: every group has one session, which nothing is compared with")
+    keys, weights = c.algorithm.gdpo_reward_keys, c.algorithm.gdpo_reward_weights
+    if estimator != "gdpo":
+        if keys or weights:
+            notices.append(f"{estimator} does not read algorithm.gdpo_reward_keys (an estimator of your own may)")
+        return
+    if not keys:
+        problems.append(
+            "algorithm.adv_estimator=gdpo normalises several rewards one by one, and algorithm.gdpo_reward_keys names "
+            "none.\n    try:    algorithm.gdpo_reward_keys=[acc,format], numbers that your reward function returns"
+        )
+    elif weights is not None and len(weights) != len(keys):
+        problems.append(
+            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} gdpo_reward_keys.\n"
+            f"    try:    algorithm.gdpo_reward_weights={[1.0] * len(keys)}"
+        )
+    if c.algorithm.use_kl_in_reward:
+        problems.append(
+            "algorithm.use_kl_in_reward=true has no effect with gdpo: it reads the rewards by name, not the penalised "
+            "score.\n    try:    actor_rollout_ref.actor.use_kl_loss=true algorithm.use_kl_in_reward=false"
+        )
+
+
+def _check_filter(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
+    groups = c.algorithm.filter_groups
+    if not groups.enable:
+        return
+    key = "algorithm.filter_groups"
+    if not groups.metric:
+        problems.append(
+            f"{key}.enable=true needs {key}.metric: which number must vary within a group.\n"
+            f"    try:    {key}.metric=acc (there when the reward function returns a number; else one of its dict's keys)"
+        )
+    if groups.max_inflight_gen_batches < 1:
+        problems.append(
+            f"{key}.max_inflight_gen_batches={groups.max_inflight_gen_batches} must be at least 1.\n"
+            f"    try:    {key}.max_inflight_gen_batches=1"
+        )
+    if groups.max_num_gen_batches == 1:
+        notices.append(f"{key}.max_num_gen_batches=1: the first dropped group ends the run, as no prompt may replace it")
+    if c.rollout.n == 1:
+        problems.append(
+            f"{key}.enable=true with rollout.n=1: a group of one cannot vary, and is never dropped.\n"
+            "    try:    actor_rollout_ref.rollout.n=8"
+        )
+    if c.trainer.v1.sampler.custom_sampler.path:
+        notices.append(f"{key}: your custom sampler gets refill_fn; dropping groups is its own business")
+
+
+def _check_correction(c: TypedConfig, problems: list[str]) -> None:
+    """What rollout correction needs from rollout and estimator; its own options are checked with the losses."""
+    correction, key = c.algorithm.rollout_correction, "algorithm.rollout_correction"
+    if correction is None:
+        return
+    if not correction.bypass_mode:
+        if (correction.rollout_is or correction.rollout_rs) and not c.rollout.calculate_log_probs:
+            problems.append(
+                f"{key} compares with the log-probs of the rollout, and {LOG_PROBS}=false leaves them out.\n"
+                f"    try:    {LOG_PROBS}=true"
+            )
+        return
+    needs_pass = c.algorithm.adv_estimator in OPTIMAL_TOKEN_BASELINES
+    if needs_pass or c.actor.calculate_sum_pi_squared:
+        what = f"adv_estimator={c.algorithm.adv_estimator}" if needs_pass else "actor.calculate_sum_pi_squared=true"
+        problems.append(
+            f"{key}.bypass_mode=true leaves out the log-prob pass, which {what} needs.\n    try:    {key}.bypass_mode=false"
+        )
