@@ -208,9 +208,7 @@ class AgentLoopWorkerTQ:
             raise RewardError(f"the greedy session of prompt {prompt.uid} has no score to be a baseline: {why}")
         prompt.baseline = score
 
-    async def _unfold(
-        self, session: Session, prompt: _Prompt, row: Row
-    ) -> tuple[list[AgentLoopOutput], str | None]:
+    async def _unfold(self, session: Session, prompt: _Prompt, row: Row) -> tuple[list[AgentLoopOutput], str | None]:
         """Run the agent loop and score its outputs; also returns why the score is invalid."""
         columns = _columns(row)
         name = row.get("agent_name") or self._settings.rollout.agent.default_agent_loop

@@ -18,6 +18,7 @@ def check_algorithm(c: TypedConfig, problems: list[str], notices: list[str]) -> 
     _check_estimator(c, problems, notices)
     _check_filter(c, problems, notices)
     _check_correction(c, problems)
+    _check_fusion(c, problems)
 
 
 def _check_estimator(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
@@ -67,7 +68,9 @@ def _check_filter(c: TypedConfig, problems: list[str], notices: list[str]) -> No
             f"    try:    {key}.max_inflight_gen_batches=1"
         )
     if groups.max_num_gen_batches == 1:
-        notices.append(f"{key}.max_num_gen_batches=1: the first dropped group ends the run, as no prompt may replace it")
+        notices.append(
+            f"{key}.max_num_gen_batches=1: the first dropped group ends the run, as no prompt may replace it"
+        )
     if c.rollout.n == 1:
         problems.append(
             f"{key}.enable=true with rollout.n=1: a group of one cannot vary, and is never dropped.\n"
@@ -95,3 +98,28 @@ def _check_correction(c: TypedConfig, problems: list[str]) -> None:
         problems.append(
             f"{key}.bypass_mode=true leaves out the log-prob pass, which {what} needs.\n    try:    {key}.bypass_mode=false"
         )
+
+
+def _check_fusion(c: TypedConfig, problems: list[str]) -> None:
+    """The update can give the old log-probs when it makes one optimizer step, and when nobody reads them before it."""
+    if not c.actor.fuse_old_log_prob:
+        return
+    correction = c.algorithm.rollout_correction
+    reasons = {
+        f"ppo_mini_batch_size={c.actor.ppo_mini_batch_size} of train_batch_size={c.data.train_batch_size} prompts makes "
+        "several optimizer steps a batch": c.actor.ppo_mini_batch_size != c.data.train_batch_size,
+        f"ppo_epochs={c.actor.ppo_epochs} makes several optimizer steps a batch": c.actor.ppo_epochs != 1,
+        "actor.shuffle=true changes the order of the rows": bool(c.actor.shuffle),
+        "algorithm.use_kl_in_reward=true reads them for the reward": c.algorithm.use_kl_in_reward,
+        f"adv_estimator={c.algorithm.adv_estimator} reads them": c.algorithm.adv_estimator in OPTIMAL_TOKEN_BASELINES,
+        "actor.calculate_sum_pi_squared=true needs the pass": c.actor.calculate_sum_pi_squared,
+        "algorithm.rollout_correction reads them (rollout_is, rollout_rs) or replaces them (bypass_mode)": correction
+        is not None
+        and bool(correction.rollout_is or correction.rollout_rs or correction.bypass_mode),
+    }
+    problems.extend(
+        f"actor_rollout_ref.actor.fuse_old_log_prob=true takes the old log-probs from the update, but {reason}.\n"
+        "    try:    actor_rollout_ref.actor.fuse_old_log_prob=false"
+        for reason, holds in reasons.items()
+        if holds
+    )

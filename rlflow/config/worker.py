@@ -157,6 +157,7 @@ class ActorConfig(BaseConfig):
     loss_scale_factor: float | None = None
     entropy_coeff: float = 0.0
     calculate_entropy: bool = False
+    fuse_old_log_prob: bool = False
     calculate_sum_pi_squared: bool = False
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001

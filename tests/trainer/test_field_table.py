@@ -19,6 +19,16 @@ def test_the_declarations_of_the_built_in_workers_fit_together() -> None:
     assert [cell.strip() for cell in row.split("|")[2:-1]] == ["", "w", "", "(r)", "r"]
 
 
+def test_a_fused_update_writes_what_the_log_prob_pass_would() -> None:
+    stages = {stage.stage: stage for stage in stage_table({"actor": ActorRolloutRefWorker}, fused=True)}
+    check_stage_table(list(stages.values()))
+    assert "old_log_prob" not in stages
+    assert stages["update_actor"].writes == ("old_log_probs", "entropy")
+    assert "old_log_probs" not in (*stages["update_actor"].reads, *stages["update_actor"].optional_reads)
+    apart = {stage.stage: stage for stage in stage_table({"actor": ActorRolloutRefWorker})}
+    assert "old_log_probs" in apart["update_actor"].reads and apart["update_actor"].writes == ()
+
+
 def test_a_field_that_nobody_writes_is_named_before_anything_runs() -> None:
     class Asking(Worker):
         @register(

@@ -56,6 +56,7 @@ def stage_table(
     sum_pi_squared: bool = False,
     corrected: tuple[str, ...] = (),
     bypassed: bool = False,
+    fused: bool = False,
     estimator_needs: tuple[str, ...] = (),
 ) -> list[StageFields]:
     """The stages of a step in their order.
@@ -67,6 +68,7 @@ def stage_table(
         sum_pi_squared: whether the log-prob pass is asked for it.
         corrected: fields that rollout correction writes after the log-prob pass.
         bypassed: the rollout's log-probs are copied; there is no log-prob pass.
+        fused: the policy's update gives the old log-probs; there is no log-prob pass.
         estimator_needs: fields that the advantage estimator cannot do without.
     """
     left_out = () if with_log_probs else ("rollout_log_probs",)
@@ -89,6 +91,10 @@ def stage_table(
         )
     elif "old_log_prob" in stages:
         stages["old_log_prob"] = _log_prob_stage(stages["old_log_prob"], sum_pi_squared, corrected)
+    if fused:
+        del stages["old_log_prob"]
+    if "update_actor" in stages:
+        stages["update_actor"] = _update_stage(stages["update_actor"], fused)
     return [stages[stage] for stage in ORDER if stage in stages]
 
 
@@ -109,6 +115,20 @@ def _log_prob_stage(declared: StageFields, sum_pi_squared: bool, corrected: tupl
     writes = tuple(name for name in declared.writes if name != "sum_pi_squared" or sum_pi_squared)
     reads = ("response_mask", "rollout_log_probs") if corrected else ()
     return replace(declared, reads=(*declared.reads, *reads), writes=(*writes, *corrected))
+
+
+def _update_stage(declared: StageFields, fused: bool) -> StageFields:
+    """The policy's update, which reads the old log-probs or gives them."""
+    given = declared.writes
+    if fused:
+        return replace(declared, optional_reads=tuple(name for name in declared.optional_reads if name not in given))
+    old = tuple(name for name in given if name in declared.optional_reads)
+    return replace(
+        declared,
+        reads=(*declared.reads, *old),
+        optional_reads=tuple(name for name in declared.optional_reads if name not in old),
+        writes=(),
+    )
 
 
 def _advantage_stage(kl_in_reward: bool, estimator_needs: tuple[str, ...]) -> StageFields:

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from rlflow.trainer.ppo.trainer_base import PPOTrainer
 
 
-def declared_stages(trainer: PPOTrainer) -> dict[str, StageFields]:
+def declared_stages(trainer: PPOTrainer, fused: bool) -> dict[str, StageFields]:
     """The stages of this run by name, from the declarations of its own worker classes.
+
+    `fused`: those of steps whose update gives the old log-probs.
 
     Raises:
         ContractError: a stage reads a field that no earlier one writes.
@@ -28,6 +30,7 @@ def declared_stages(trainer: PPOTrainer) -> dict[str, StageFields]:
         sum_pi_squared=wants_sum_pi_squared(config),
         corrected=corrected_fields(config),
         bypassed=is_bypassed(config),
+        fused=fused,
         estimator_needs=NEEDED_FIELDS.get(config.algorithm.adv_estimator, ()),
     )
     check_stage_table(stages)

@@ -40,8 +40,6 @@ def compute_old_log_prob(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metri
 
     In bypass mode the rollout's log-probs are copied, and nothing else is written or known.
     """
-    rollout = trainer.config.actor_rollout_ref.rollout
-    actor = trainer.config.actor_rollout_ref.actor
     if off_policy.is_bypassed(trainer.config):
         off_policy.copy_rollout_log_probs(batch)
         return batch
@@ -49,9 +47,17 @@ def compute_old_log_prob(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metri
         "calculate_entropy": True,
         "calculate_sum_pi_squared": estimator_inputs.wants_sum_pi_squared(trainer.config),
         "compute_loss": False,
-        "temperature": rollout.temperature,
+        "temperature": trainer.config.actor_rollout_ref.rollout.temperature,
     }
     trainer.runtime.actor_wg.compute_log_prob(_with_options(batch, **options))
+    _report_log_probs(trainer, batch, metrics)
+    return batch
+
+
+def _report_log_probs(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> None:
+    """Entropy and distance to the rollout engine of the batch's `old_log_probs`, and the rollout correction."""
+    rollout = trainer.config.actor_rollout_ref.rollout
+    actor = trainer.config.actor_rollout_ref.actor
     names = ["old_log_probs", "entropy", "response_mask", "rollout_log_probs"]
     data = tq.kv_batch_get(batch.keys, partition_of(batch), names, missing_ok=("rollout_log_probs",))
     dense = {name: nested_to_padded(data[name]).float() for name in names if name in data.keys()}  # noqa: SIM118
@@ -67,7 +73,6 @@ def compute_old_log_prob(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metri
         metrics.update(metric_utils.compute_log_prob_metrics(dense["old_log_probs"], dense["rollout_log_probs"], mask))
         settings = trainer.config.algorithm.rollout_correction
         off_policy.correct_rollouts(batch, data["response_mask"], dense, settings, metrics)
-    return batch
 
 
 def compute_ref_log_prob(trainer: PPOTrainer, batch: KVBatchMeta) -> KVBatchMeta:
@@ -138,16 +143,32 @@ def update_critic(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> 
     merge_worker_metrics(metrics, tu.get(output, "metrics"), "critic")
 
 
+def fuses_old_log_prob(trainer: PPOTrainer, batch: KVBatchMeta) -> bool:
+    """Whether the update of this batch gives its `old_log_probs`: it is asked to, and makes a single optimizer step."""
+    actor, sessions = trainer.config.actor_rollout_ref.actor, trainer.config.actor_rollout_ref.rollout.n
+    one_step = len(batch) == actor.ppo_mini_batch_size * sessions  # sessions of several outputs have more rows
+    return bool(actor.fuse_old_log_prob) and one_step and trainer.updates_actor()
+
+
 def update_actor(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> None:
-    """One pass (or `ppo_epochs`) of mini-batch updates of the policy over the batch."""
+    """One pass (or `ppo_epochs`) of mini-batch updates of the policy over the batch.
+
+    Fused with the log-prob pass it also writes `old_log_probs` and `entropy`, and reports what `compute_old_log_prob`
+    does.
+    """
     actor = trainer.config.actor_rollout_ref.actor
     rollout = trainer.config.actor_rollout_ref.rollout
+    fused = fuses_old_log_prob(trainer, batch)
     options = _update_options(actor, rollout.n) | {
         "calculate_entropy": bool(actor.calculate_entropy or actor.entropy_coeff != 0),
         "temperature": rollout.temperature,
+        "fuse_old_log_prob": fused,
     }
     output = trainer.runtime.actor_wg.update_actor(_with_options(batch, **options))
-    merge_worker_metrics(metrics, tu.get(output, "metrics"), "actor")
+    # A batch with rows went to the queue and comes back as its meta, with the metrics of each rank; all say the same.
+    merge_worker_metrics(metrics, output.extra_info["metrics"][0] if fused else tu.get(output, "metrics"), "actor")
+    if fused:
+        _report_log_probs(trainer, batch, metrics)
 
 
 def _update_options(node: Any, sessions: int) -> dict[str, Any]:

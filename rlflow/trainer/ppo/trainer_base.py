@@ -111,7 +111,9 @@ class PPOTrainer(ABC):  # noqa: B024
         self.replay_buffer = build_replay_buffer(self)
         self.runtime = build_runtime(self.config, self.feed.total_training_steps)
         self.dumps = DumpWriter(self.runtime.tokenizer)
-        self.stage_fields = record.declared_stages(self)
+        fuses = bool(self.config.actor_rollout_ref.actor.fuse_old_log_prob)
+        self._stages_by_fusion = {fused: record.declared_stages(self, fused) for fused in {False, fuses}}
+        self.stage_fields = self._stages_by_fusion[fuses]
         self.runtime.checkpoint_manager.sleep_replicas()
         self.global_steps = load_trainer_checkpoint(self)
         record.open_record(self)
@@ -298,8 +300,11 @@ class PPOTrainer(ABC):  # noqa: B024
             metrics.update(sampling)
             self.on_sample_end()
         batch = self._balance_batch(batch, metrics)
-        with self._stage("old_log_prob", timing, batch):
-            batch = self._compute_old_log_prob(batch, metrics)
+        fused = stages.fuses_old_log_prob(self, batch)
+        self.stage_fields = self._stages_by_fusion[fused]
+        if not fused:
+            with self._stage("old_log_prob", timing, batch):
+                batch = self._compute_old_log_prob(batch, metrics)
         if self.use_reference_policy:
             with self._stage("ref", timing, batch):
                 batch = self._compute_ref_log_prob(batch, metrics)
@@ -311,19 +316,19 @@ class PPOTrainer(ABC):  # noqa: B024
         if self.use_critic:
             with self._stage("update_critic", timing, batch):
                 self._update_critic(batch, metrics)
-        if self._updates_actor():
+        if self.updates_actor():
             with self._stage("update_actor", timing, batch):
                 self._update_actor(batch, metrics)
         return batch
 
-    def _updates_actor(self) -> bool:
+    def updates_actor(self) -> bool:
         """Whether this step trains the policy, or the critic only."""
         return self.config.trainer.critic_warmup <= self.global_steps
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
         sessions = self.config.actor_rollout_ref.rollout.n
         mini_rows = []
-        if self._updates_actor():
+        if self.updates_actor():
             mini_rows.append(self.config.actor_rollout_ref.actor.ppo_mini_batch_size * sessions)
         if self.use_critic:
             mini_rows.append(self.config.critic.ppo_mini_batch_size * sessions)
