@@ -56,7 +56,9 @@ def carry_bypass_settings(config: Any) -> None:
 def copy_rollout_log_probs(batch: KVBatchMeta) -> None:
     """Writes the rollout's log-probs as `old_log_probs`; no forward pass."""
     data = tq.kv_batch_get(batch.keys, partition_of(batch), ["rollout_log_probs"])
-    tq.kv_batch_put(batch.keys, partition_of(batch), fields=tu.get_tensordict({"old_log_probs": data["rollout_log_probs"]}))
+    tq.kv_batch_put(
+        batch.keys, partition_of(batch), fields=tu.get_tensordict({"old_log_probs": data["rollout_log_probs"]})
+    )
 
 
 def correct_rollouts(
