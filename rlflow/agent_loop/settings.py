@@ -44,7 +44,7 @@ class AgentLoopSettings:
         return self.rollout.val_kwargs.n if validate else self.rollout.n
 
     def baseline_session(self, row: dict[str, Any], validate: bool) -> int | None:
-        """Number of the greedy session whose score is the prompt's baseline, None without one; the sampled come first."""
+        """Number of the greedy session whose score is the prompt's baseline, after the sampled ones; or None."""
         return None if validate or not row.get(BASELINE_COLUMN) else self.sessions(row, validate)
 
     def session_numbers(self, row: dict[str, Any], validate: bool) -> range:

@@ -6,8 +6,8 @@ Invariants
     - A session either writes all its rows in one put or none. Its failure names uid, session and reason, in the log
       and in the marker's tag (`failed_sessions`, `failed`).
     - Every session ends by `rollout.agent.session_timeout_s`; with `rollout.full_determinism` the servers are told.
-    - The greedy session of a prompt that wants a baseline stores no row: its score goes to the tags of the prompt's rows
-      (`reward_baseline`). When it fails, so does the prompt, and its rows go: they could not be trained.
+    - The greedy session of a prompt that wants a baseline stores no row: its score goes to the tags of the prompt's
+      rows (`reward_baseline`). When it fails, so does the prompt, and its rows go: they could not be trained.
 """
 
 from __future__ import annotations

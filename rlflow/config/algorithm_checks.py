@@ -60,7 +60,7 @@ def _check_filter(c: TypedConfig, problems: list[str], notices: list[str]) -> No
     if not groups.metric:
         problems.append(
             f"{key}.enable=true needs {key}.metric: which number must vary within a group.\n"
-            f"    try:    {key}.metric=acc (there when the reward function returns a number; else one of its dict's keys)"
+            f"    try:    {key}.metric=acc (there when the reward function returns a number; else a key of its dict)"
         )
     if groups.max_inflight_gen_batches < 1:
         problems.append(
@@ -69,7 +69,7 @@ def _check_filter(c: TypedConfig, problems: list[str], notices: list[str]) -> No
         )
     if groups.max_num_gen_batches == 1:
         notices.append(
-            f"{key}.max_num_gen_batches=1: the first dropped group ends the run, as no prompt may replace it"
+            f"{key}.max_num_gen_batches=1: no prompt may replace a dropped group, the first one ends the run"
         )
     if c.rollout.n == 1:
         problems.append(
@@ -96,7 +96,8 @@ def _check_correction(c: TypedConfig, problems: list[str]) -> None:
     if needs_pass or c.actor.calculate_sum_pi_squared:
         what = f"adv_estimator={c.algorithm.adv_estimator}" if needs_pass else "actor.calculate_sum_pi_squared=true"
         problems.append(
-            f"{key}.bypass_mode=true leaves out the log-prob pass, which {what} needs.\n    try:    {key}.bypass_mode=false"
+            f"{key}.bypass_mode=true leaves out the log-prob pass, which {what} needs.\n"
+            f"    try:    {key}.bypass_mode=false"
         )
 
 

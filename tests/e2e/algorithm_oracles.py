@@ -21,7 +21,12 @@ OPTIONS: dict[str, dict[str, object]] = {
     "kl_cov": {"kl_cov_ratio": 0.25, "ppo_kl_coef": 1.0},
     "dro": {"dro_beta": 0.5},
 }
-BYPASS = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.25", "rollout_is": "token", "rollout_is_threshold": 1.1}
+BYPASS = {
+    "rollout_rs": "token_k1",
+    "rollout_rs_threshold": "0.8_1.25",
+    "rollout_is": "token",
+    "rollout_is_threshold": 1.1,
+}
 
 Formula = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -74,7 +79,9 @@ def gpg(new: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
 
 def _covariance(new: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
     new = new.detach()
-    return ((adv - (adv * mask).sum() / mask.sum()) * (new - (new * mask).sum() / mask.sum())).masked_fill(mask == 0, -math.inf)
+    return ((adv - (adv * mask).sum() / mask.sum()) * (new - (new * mask).sum() / mask.sum())).masked_fill(
+        mask == 0, -math.inf
+    )
 
 
 def clip_cov(new: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
@@ -115,7 +122,9 @@ def _survivors(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
 
 def bypass_ppo_clip(new: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
     kept = _survivors(new, old, mask)
-    return vanilla(new, old, adv, kept) * kept.sum() / mask.sum()  # the loss alone knows what survives; the count is of all tokens
+    return (
+        vanilla(new, old, adv, kept) * kept.sum() / mask.sum()
+    )  # the loss alone knows what survives; the count is of all tokens
 
 
 def bypass_reinforce(new: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:

@@ -37,11 +37,12 @@ import algorithm_oracles as oracles
 
 LR = 0.02
 ESTIMATORS = [name.value for name in AdvantageEstimator]
-# Also the loss with weights of the decoupled rollout correction.
 CASES = [(name, "vanilla") for name in ESTIMATORS] + [("rloo", name) for name in oracles.LOSSES]
 WHITENED = {"gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
-FIELDS = ("prompts", "responses", "response_mask", "rm_scores", "old_log_probs", "sum_pi_squared", "values", "advantages",
-          "returns", "extra_fields")  # fmt: skip
+FIELDS = (
+    *("prompts", "responses", "response_mask", "rm_scores", "old_log_probs", "sum_pi_squared", "values"),
+    *("advantages", "returns", "extra_fields"),
+)
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     # Hardly ever the same for two answers, so that every group has something to learn from.
@@ -83,7 +84,9 @@ class Swapping(PPOTrainerSync):
             old = tq.kv_batch_get(batch.keys, "train", ["old_log_probs"])["old_log_probs"]
             generator = torch.Generator().manual_seed(self.global_steps)
             moved = old.values() + 0.4 * torch.randn(old.values().shape, generator=generator)
-            tq.kv_batch_put(batch.keys, "train", fields=tu.get_tensordict({"old_log_probs": tu.nested_like(moved, old)}))
+            tq.kv_batch_put(
+                batch.keys, "train", fields=tu.get_tensordict({"old_log_probs": tu.nested_like(moved, old)})
+            )
         return batch
 
     def _update_actor(self, batch: Any, metrics: Any) -> None:
@@ -204,7 +207,11 @@ def test_the_advantages_are_those_of_the_estimator_on_what_the_trainer_gave_it(
                 "attention_mask": mask.long(),
             }
         advantages, _ = core_algos.get_adv_estimator_fn(name)(
-            token_level_rewards=scores, response_mask=mask, index=np.array(uids, dtype=object), config=_Node(config), **given
+            token_level_rewards=scores,
+            response_mask=mask,
+            index=np.array(uids, dtype=object),
+            config=_Node(config),
+            **given,
         )
         torch.testing.assert_close(dense(data, "advantages").float() * mask, advantages * mask, atol=1e-4, rtol=1e-4)
         if name not in WHITENED:

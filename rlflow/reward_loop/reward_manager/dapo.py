@@ -59,8 +59,8 @@ class OverlongPenalty:
         factor = options.get("penalty_factor", 1.0)
         if not isinstance(buffer, int) or not 0 < buffer <= limit:
             raise ConfigError(
-                f"{key}.overlong_buffer_cfg.len={buffer} must be between 1 and {limit} tokens (max_resp_len): it is the "
-                f"stretch before the limit in which the penalty grows. Try {max(1, limit // 5)}"
+                f"{key}.overlong_buffer_cfg.len={buffer} must be between 1 and {limit} tokens (max_resp_len): the "
+                f"penalty grows in the stretch before the limit. Try {max(1, limit // 5)}"
             )
         if not factor > 0:
             raise ConfigError(f"{key}.overlong_buffer_cfg.penalty_factor={factor} must be more than 0. Try 1.0")

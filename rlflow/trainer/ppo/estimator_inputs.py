@@ -1,8 +1,8 @@
 """What some advantage estimators need beside scores and log-probs, gathered from the rows of a batch.
 
-remax                        reward_baselines: score of the greedy session of the row's prompt (its tag)
-gdpo                         components: the numbers its reward function returned under `gdpo_reward_keys`
-optimal token baselines      sum_pi_squared: a field that the log-prob pass writes when it is asked to
+remax                      reward_baselines: score of the greedy session of the row's prompt (its tag)
+gdpo                       components: the numbers its reward function returned under `gdpo_reward_keys`
+optimal token baselines    sum_pi_squared: a field that the log-prob pass writes when it is asked to
 """
 
 from __future__ import annotations

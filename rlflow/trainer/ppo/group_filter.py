@@ -176,7 +176,7 @@ class GroupFilter:
 
 
 def max_prompts(max_num_gen_batches: int, batch_size: int, prompts_an_epoch: int) -> int:
-    """Prompts that a step may ask for; 0 stands for `DEFAULT_GEN_BATCHES` batches, and at least one pass over the data."""
+    """Prompts that a step may ask for; 0: `DEFAULT_GEN_BATCHES` batches, and at least one pass over the data."""
     if max_num_gen_batches > 0:
         return max_num_gen_batches * batch_size
     return max(DEFAULT_GEN_BATCHES * batch_size, prompts_an_epoch)

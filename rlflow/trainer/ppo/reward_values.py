@@ -27,6 +27,6 @@ def reward_number(info: dict[str, Any], name: str, key: str, option: str) -> flo
     raise RewardError(
         f"{option} names {name}, but the reward function gave trajectory {key} "
         + (f"{value!r} under it" if name in info else "no such number")
-        + f". It returned {', '.join(there) or 'no number'}. Choose one of these, or return {name} in the dict of every "
-        "answer, beside `score`."
+        + f". It returned {', '.join(there) or 'no number'}. Choose one of these, or return {name} in the dict of "
+        "every answer, beside `score`."
     )

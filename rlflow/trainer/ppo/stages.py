@@ -35,8 +35,8 @@ def _with_options(batch: KVBatchMeta, **options: Any) -> KVBatchMeta:
 
 
 def compute_old_log_prob(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
-    """Writes `old_log_probs` and `entropy`, for the estimators that read it `sum_pi_squared`, and what rollout correction
-    writes. Reports entropy and the distance to the rollout engine's log-probs.
+    """Writes `old_log_probs` and `entropy`, where it is wanted `sum_pi_squared`, and the fields of rollout correction.
+    Reports entropy and the distance to the rollout engine's log-probs.
 
     In bypass mode the rollout's log-probs are copied, and nothing else is written or known.
     """
@@ -184,7 +184,7 @@ def _update_options(node: Any, sessions: int) -> dict[str, Any]:
 
 
 def merge_worker_metrics(metrics: Metrics, reported: dict[str, Any], prefix: str) -> None:
-    """Worker metrics under `{prefix}/`; `mfu` goes to `perf/mfu/{prefix}`, those of the bypass mode to `rollout_corr/`."""
+    """Worker metrics under `{prefix}/`; `mfu` goes to `perf/mfu/{prefix}`, `rollout_corr/*` keep their names."""
     for name, value in reported.items():
         name = name if name.startswith((f"{prefix}/", "rollout_corr/")) else f"{prefix}/{name}"
         if name in (f"{prefix}/mfu", f"{prefix}/perf/mfu"):
@@ -213,7 +213,7 @@ def compute_step_metrics(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metri
 
 
 def _variance_proxies(keys: list[str], partition: str, metrics: Metrics) -> dict[str, float]:
-    """Signal and noise of the gradient; the norm is that of the step's update, none in a step that trains the critic."""
+    """Signal and noise of the gradient; its norm is that of the step's update, unknown when only the critic trains."""
     optional = ("rollout_is_weights",)
     names = ["sum_pi_squared", "old_log_probs", "advantages", "response_mask", *optional]
     data = tq.kv_batch_get(keys, partition, names, missing_ok=optional)
