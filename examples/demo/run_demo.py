@@ -60,6 +60,7 @@ def overrides(args: argparse.Namespace, run: Path) -> list[str]:
         f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}",
         "actor_rollout_ref.actor.optim.lr=1e-5",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.fuse_old_log_prob=true",  # one optimizer step a batch: no pass of its own for them
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",

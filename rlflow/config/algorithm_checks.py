@@ -107,8 +107,8 @@ def _check_fusion(c: TypedConfig, problems: list[str]) -> None:
         return
     correction = c.algorithm.rollout_correction
     reasons = {
-        f"ppo_mini_batch_size={c.actor.ppo_mini_batch_size} of train_batch_size={c.data.train_batch_size} prompts makes "
-        "several optimizer steps a batch": c.actor.ppo_mini_batch_size != c.data.train_batch_size,
+        f"ppo_mini_batch_size={c.actor.ppo_mini_batch_size} of train_batch_size={c.data.train_batch_size} prompts "
+        "makes several optimizer steps a batch": c.actor.ppo_mini_batch_size != c.data.train_batch_size,
         f"ppo_epochs={c.actor.ppo_epochs} makes several optimizer steps a batch": c.actor.ppo_epochs != 1,
         "actor.shuffle=true changes the order of the rows": bool(c.actor.shuffle),
         "algorithm.use_kl_in_reward=true reads them for the reward": c.algorithm.use_kl_in_reward,
