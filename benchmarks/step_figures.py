@@ -111,13 +111,15 @@ def _one_step(
     inside = [note for note in notes if note.end > window[0] and note.start < window[1]]
     work = {kind: [n for n in inside if n.kind == kind] for kind in WORK}
     arrivals = [note.end for note in inside if note.kind == "arrival"]
-    if not arrivals or not work["log-probs"]:
-        raise ValueError(f"step {step}: the probe saw {len(arrivals)} arrivals, {len(work['log-probs'])} forwards")
+    trained = [*work["log-probs"], *work["update"]]
+    if not arrivals or not trained:
+        raise ValueError(f"step {step}: the probe saw {len(arrivals)} arrivals, {len(trained)} passes of the trainer")
     arrived = max(arrivals)
+    # Fused with the update there is no log-prob pass; the stage after generation is then the advantage.
     started = [
         line["start"]
         for line in journal
-        if line.get("event") == "stage" and line.get("stage") == "old_log_prob" and line.get("step") == step
+        if line.get("event") == "stage" and line.get("stage") != "gen" and line.get("step") == step
     ]
     gaps = find_gaps([note for kind in WORK for note in work[kind]], window)
     rows = len(arrivals)
@@ -131,7 +133,7 @@ def _one_step(
         work={kind: covered(found, window) for kind, found in work.items()},
         overhead_s=sum(gaps.values()),
         to_stage_ms=1e3 * (min(started) - arrived) if started else None,
-        to_engine_ms=1e3 * (min(note.start for note in work["log-probs"]) - arrived),
+        to_engine_ms=1e3 * (min(note.start for note in trained) - arrived),
         gaps=gaps,
     )
 
