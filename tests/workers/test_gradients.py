@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from rank_jobs import build, full_grads, full_params
+from torch.distributed.fsdp import FSDPModule
 
 from rlflow.config import FSDPActorConfig
 from rlflow.trainer.ppo import core_algos
@@ -254,6 +255,11 @@ def test_bf16_compute_is_close_and_masters_stay_fp32(tiny_model):
     rough = engine.infer_batch(data)["model_output"]["log_probs"]
     assert rough.dtype == torch.float32
     assert float((tu.nested_values(exact) - tu.nested_values(rough)).abs().mean()) < 0.2
+
+
+def test_a_single_rank_is_wrapped_only_to_compute_in_another_type(tiny_model):
+    assert not isinstance(build(tiny_model).module, FSDPModule)
+    assert isinstance(build(tiny_model, dtype="bfloat16").module, FSDPModule)
 
 
 @pytest.mark.parametrize("share", [True, False])
