@@ -24,6 +24,7 @@ class HFModelConfig(BaseConfig):
     override_config: dict[str, Any] = field(default_factory=dict)
     enable_gradient_checkpointing: bool = True
     use_remove_padding: bool = True
+    use_fused_kernels: bool = False
 
     @property
     def tokenizer_source(self) -> str:

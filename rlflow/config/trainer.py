@@ -66,6 +66,8 @@ class TrainerConfig(BaseConfig):
     test_freq: int = -1
     val_before_train: bool = True
     val_only: bool = False
+    balance_batch: bool = True
+    balance_keep_groups: bool = False
     critic_warmup: int = 0
     resume_mode: str = "auto"
     resume_from_path: str | None = None

@@ -135,14 +135,20 @@ class ActorRolloutRefWorker(Worker):
         reads=("input_ids", "responses"),
         optional_reads=("position_ids",),
         writes=("old_log_probs", "entropy"),
+        optional_writes=("sum_pi_squared",),
     )
     def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
         """Log-probabilities of the sampled tokens under the current policy.
 
-        Returns jagged rows aligned with `responses`: `old_log_probs` fp32 [N, j], `entropy` fp32 [N, j] (nats).
+        Returns jagged rows aligned with `responses`: `old_log_probs` fp32 [N, j], `entropy` fp32 [N, j] (nats), and
+        where the batch says `calculate_sum_pi_squared` also `sum_pi_squared` fp32 [N, j], the sum of the squared
+        probabilities of each token's distribution.
         """
         options = {"use_dynamic_bsz": self.rollout_config.log_prob_use_dynamic_bsz, "calculate_entropy": True}
-        return _log_prob_rows(self._actor(), data, options, {"log_probs": "old_log_probs", "entropy": "entropy"})
+        names = {"log_probs": "old_log_probs", "entropy": "entropy"}
+        if tu.get(data, "calculate_sum_pi_squared", False):
+            names["sum_pi_squared"] = "sum_pi_squared"
+        return _log_prob_rows(self._actor(), data, options, names)
 
     @register(
         dispatch_mode=mesh("ref"),

@@ -23,7 +23,7 @@ from rlflow.single_controller.base import Dispatch, Worker, WorkerContext, mesh,
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.device import get_torch_device
 from rlflow.utils.errors import ConfigError, ContractError
-from rlflow.utils.flops_counter import FlopsCounter
+from rlflow.utils.flops_counter import FlopsCounter, get_device_flops
 from rlflow.utils.metric import AggregationType, Metric
 from rlflow.workers.engine.base import BaseEngine, LossFunction
 from rlflow.workers.engine.process import prepare_process
@@ -109,7 +109,9 @@ class TrainingWorker(Worker):
             is_collect=self.engine.is_mp_src_rank_with_outputs(),
         )
         hf_config = getattr(self.engine, "hf_config", None)
-        self.flops_counter = None if hf_config is None else FlopsCounter(hf_config)
+        self.flops_counter = None
+        if hf_config is not None:
+            self.flops_counter = FlopsCounter(hf_config, vocab_head=config.model_type != "value_model")
         self.loss_fn: LossFunction | None = None
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -223,7 +225,7 @@ class TrainingWorker(Worker):
     def _gather(self, steps: list[_Step], lengths: list[int], seconds: float, forward_only: bool) -> Metrics:
         """Metrics of all ranks in one message."""
         counter = self.flops_counter
-        flops = counter.train_flops(lengths) if counter is not None and counter.known else 0.0
+        flops = 0.0 if counter is None else counter.train_flops(lengths)
         dp_size = self.engine.get_data_parallel_size()
         ranks: list[Any] = [(steps, flops, seconds)]
         if dp_size > 1:
@@ -240,8 +242,8 @@ class TrainingWorker(Worker):
 
     def _mfu(self, flops: float, seconds: float, forward_only: bool) -> float | None:
         """Share of the peak of all devices; None, and so no metric, where model or device is unknown."""
-        peak = FlopsCounter.device_peak()
-        if peak is None or flops == 0 or seconds <= 0:
+        peak = get_device_flops("B")
+        if math.isinf(peak) or flops == 0 or seconds <= 0:
             return None
         return flops / seconds / peak / self.world_size / (3 if forward_only else 1)
 

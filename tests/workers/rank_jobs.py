@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from tiny import configs, make_batch, with_values  # noqa: E402
 
 from rlflow.config import CheckpointConfig, FSDPActorConfig, FSDPCriticConfig  # noqa: E402
 from rlflow.utils import tensordict_utils as tu  # noqa: E402
+from rlflow.workers.engine.batching import count_loss_tokens  # noqa: E402
 from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead, FSDPEngineWithValueHead  # noqa: E402
 from rlflow.workers.losses import ppo_loss, value_loss  # noqa: E402
 
@@ -51,16 +53,21 @@ def loss_of(critic, options=None):
     return partial(ppo_loss, config=FSDPActorConfig(**(options or {})))
 
 
-def gradient(path, out, *, critic=False, steps=0, seed=0, loss=None, options=None, rows=8, **engine_options):
-    """Gradient of one mini-batch, outputs of all rows, parameters after `steps` more optimizer steps."""
+def gradient(path, out, *, critic=False, steps=0, seed=0, loss=None, options=None, rows=8, masked=0, **engine_options):
+    """Gradient of one mini-batch (its last rows `masked`), outputs of all rows, parameters after `steps` more steps."""
     engine = build(path, critic=critic, **engine_options)
     loss_fn = loss_of(critic, loss)
 
     def batch(seed):
-        return local_rows(tu.assign_non_tensor_whole(with_values(make_batch(rows, seed), seed), options or {}))
+        data = with_values(make_batch(rows, seed), seed)
+        mask = data["response_mask"]
+        dropped = [row * (i < rows - masked) for i, row in enumerate(mask.unbind())]
+        data.set("response_mask", tu.nested_like(torch.cat(dropped), mask))
+        return local_rows(tu.assign_non_tensor_whole(data, options or {}))
 
     data = batch(seed)
-    result = {}
+    counts = count_loss_tokens(data, engine.get_data_parallel_group(), engine.get_data_parallel_size(), engine.device)
+    result = {"counts": list(dataclasses.astuple(counts))}
     with engine.train_mode():
         outputs = engine.forward_backward_batch(data, loss_fn)
         result["grads"] = full_grads(engine)

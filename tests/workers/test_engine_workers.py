@@ -160,6 +160,17 @@ def test_the_norm_mode_does_not_depend_on_the_split(tiny_model):
     assert worker.actor.loss_fn.keywords["config"].loss_scale_factor == 12
 
 
+def test_squared_probabilities_are_written_when_asked_for(worker):
+    data = tu.get_keys(tiny.make_batch(4), ["input_ids", "responses"])
+    assert set(worker.compute_log_prob(data).keys()) - {"metrics"} == {"old_log_probs", "entropy"}
+    asked = worker.compute_log_prob(tu.assign_non_tensor_whole(data.copy(), {"calculate_sum_pi_squared": True}))
+    squares, entropy = asked["sum_pi_squared"], asked["entropy"]
+    assert squares.dtype == torch.float32
+    assert tu.nested_lengths(squares).tolist() == tu.nested_lengths(data["responses"]).tolist()
+    # Jensen: sum p^2 >= exp(-entropy)
+    assert bool((tu.nested_values(squares) >= torch.exp(-tu.nested_values(entropy)) - 1e-6).all())
+
+
 def test_roles_have_only_their_parts(tiny_model):
     worker = make_worker(tiny_model, role="ref")
     assert worker.actor is None
@@ -215,6 +226,7 @@ def test_init_model_leaves_the_config_as_it_was(tiny_model):
 def test_every_call_declares_what_it_reads_and_writes():
     declared = dict(registered_methods(ActorRolloutRefWorker))
     assert declared["compute_log_prob"]["writes"] == ("old_log_probs", "entropy")
+    assert declared["compute_log_prob"]["optional_writes"] == ("sum_pi_squared",)
     assert declared["compute_ref_log_prob"]["writes"] == ("ref_log_prob",)
     assert {"old_log_probs", "advantages", "response_mask"} <= set(declared["update_actor"]["reads"])
     assert declared["compute_ref_log_prob"]["mesh"] == "ref"

@@ -194,12 +194,38 @@ def test_rows_of_different_temperature(tiny_model):
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": 0.0}, {"max_token_len_per_gpu": 3}, {"calculate_sum_pi_squared": True}]
+    "options", [{"temperature": 0.0}, {"max_token_len_per_gpu": 3}, {"enable_routing_replay": True}]
 )
 def test_what_cannot_work_is_refused(tiny_model, options):
     engine = build(tiny_model)
     with pytest.raises(ContractError, match=next(iter(options)).split("_per")[0]):
         engine.infer_batch(tu.assign_non_tensor_whole(tiny.make_batch(4), options))
+
+
+def test_squared_probabilities_do_not_depend_on_the_way(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    data = tiny.make_batch(10)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
+    expected = []
+    for ids, response in zip(data["input_ids"].unbind(), data["responses"].unbind(), strict=True):
+        logits = model(ids[None]).logits[0, -len(response) - 1 : -1] / 0.8
+        expected.append(logits.softmax(-1).square().sum(-1).detach())
+    engine = build(tiny_model)
+    for way, options in WAYS.items():
+        options = options | {"temperature": 0.8, "calculate_sum_pi_squared": True}
+        out = engine.infer_batch(tu.assign_non_tensor_whole(data.copy(), options))["model_output"]
+        assert set(out) == {"log_probs", "sum_pi_squared"}, way
+        for mine, row in zip(out["sum_pi_squared"].unbind(), expected, strict=True):
+            torch.testing.assert_close(mine, row, rtol=1e-4, atol=1e-6)
+
+
+def test_the_chunk_limit_of_the_configuration_reaches_the_model(tiny_model):
+    engine = build(tiny_model, entropy_from_logits_chunk_size=3)
+    assert engine.module.chunk_limit == 3
+    whole = build(tiny_model).infer_batch(tiny.make_batch(6))["model_output"]["log_probs"]
+    cut = engine.infer_batch(tiny.make_batch(6))["model_output"]["log_probs"]
+    torch.testing.assert_close(tu.nested_values(cut), tu.nested_values(whole), rtol=1e-5, atol=1e-5)
 
 
 def test_empty_responses_and_prompts_only(tiny_model):
@@ -246,9 +272,16 @@ def test_ranks_agree_with_one_process(tiny_model, run_ranks, share):
 
 
 def test_a_rank_with_fewer_micro_batches_takes_part(tiny_model, run_ranks):
-    """Rank 1 holds the short rows: it runs empty micro-batches so that the collectives meet."""
+    """Rank 1 holds the short rows: it runs empty micro-batches so that the collectives meet.
+
+    Its last two rows have no token that counts: they weigh nothing in the mean over rows, on either rank.
+    """
     options = {"max_token_len_per_gpu": 21, "use_remove_padding": False}
-    args = {"path": tiny_model, "seed": 8, "options": options}
-    one, two = run_ranks(1, "gradient", **args), run_ranks(2, "gradient", **args)
+    args = {"path": tiny_model, "seed": 8, "options": options, "loss": {"loss_agg_mode": "seq-mean-token-mean"}}
+    one, two = run_ranks(1, "gradient", **args, masked=2), run_ranks(2, "gradient", **args, masked=2)
     assert len(set(two["micro"])) == 2, "the ranks should need different numbers of micro-batches"
+    masks = tiny.make_batch(8, 8)["response_mask"].unbind()[:6]
+    assert one["counts"] == [sum(int(m.sum()) for m in masks), sum(bool(m.any()) for m in masks), 1]
+    assert two["counts"] == [*one["counts"][:2], 2]
+    assert two["loss"] == pytest.approx(float(one["loss"]), rel=1e-5)
     assert _relative(two["grads"], one["grads"]) < 1e-5

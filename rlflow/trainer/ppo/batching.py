@@ -12,10 +12,17 @@ from typing import Any
 import torch
 
 import rlflow.transfer_queue as tq
+from rlflow.trainer.ppo.replay_buffer import uid_of
 from rlflow.transfer_queue import KVBatchMeta
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ContractError
-from rlflow.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
+from rlflow.utils.seqlen_balancing import (
+    LINEAR_WORK_PER_TOKEN,
+    calculate_workload,
+    get_seqlen_balanced_partitions,
+    log_seqlen_unbalance,
+    partition_keeping_groups,
+)
 
 
 def required_multiple(dp_size: int, *mini_batch_rows: int) -> int:
@@ -68,11 +75,32 @@ def pad_batch(batch: KVBatchMeta, multiple: int, eos_token_id: int, step: int) -
     )
 
 
-def balance(batch: KVBatchMeta, dp_size: int, metrics: dict[str, Any]) -> KVBatchMeta:
-    """Reorder rows so that the contiguous block of each rank has the same number of rows and equal work."""
+def balance(
+    batch: KVBatchMeta,
+    dp_size: int,
+    metrics: dict[str, Any],
+    *,
+    linear_work: int = LINEAR_WORK_PER_TOKEN,
+    keep_groups: bool = False,
+) -> KVBatchMeta:
+    """Reorder rows so that the contiguous block of each rank has the same number of rows and equal work.
+
+    Args:
+        batch: its row count is a multiple of `dp_size`; tags hold `seq_len`.
+        dp_size: ranks.
+        metrics: gets `global_seqlen/*`.
+        linear_work: work of a token in units of one attention pair.
+        keep_groups: rows of one prompt go to one rank, as far as equal row counts allow it.
+    """
     lengths = [int(tag["seq_len"]) for tag in batch.tags]
-    workload = calculate_workload(torch.tensor(lengths, dtype=torch.int64)).tolist()
-    partitions = get_seqlen_balanced_partitions(workload, dp_size, equal_size=True)
+    workload = calculate_workload(torch.tensor(lengths, dtype=torch.int64), linear_work).tolist()
+    if keep_groups:
+        # Padding rows have nothing in common: each may fill a gap of its own.
+        padding = [bool(tag.get("is_padding")) for tag in batch.tags]
+        uids = [key if pad else uid_of(key) for key, pad in zip(batch.keys, padding, strict=True)]
+        partitions = partition_keeping_groups(workload, uids, dp_size)
+    else:
+        partitions = get_seqlen_balanced_partitions(workload, dp_size, equal_size=True)
     metrics.update(log_seqlen_unbalance(lengths, partitions, "global_seqlen"))
     batch.reorder([index for part in partitions for index in part])
     return batch

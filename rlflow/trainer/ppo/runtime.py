@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import open_dict
 
 from rlflow.checkpoint_engine.manager import CheckpointEngineManager
+from rlflow.config import HFModelConfig, omega_conf_to_dataclass
 from rlflow.reward_loop import RewardLoopManager
 from rlflow.single_controller.ray import (
     RayClassWithInitArgs,
@@ -24,6 +25,8 @@ from rlflow.trainer.ppo.off_policy import carry_bypass_settings
 from rlflow.trainer.ppo.utils import Role, need_critic, need_reference_policy
 from rlflow.transfer_queue.settings import NAMESPACE_ENV
 from rlflow.utils.device import COLLECTIVE_TIMEOUT_ENV
+from rlflow.utils.flops_counter import linear_work_per_token
+from rlflow.utils.seqlen_balancing import LINEAR_WORK_PER_TOKEN
 from rlflow.utils.tokenizer import policy_tokenizer
 from rlflow.workers.rollout.llm_server import LLMServerManager
 
@@ -44,6 +47,7 @@ class Runtime:
     n_devices: int
     dp_size: int
     critic_wg: Any = None
+    linear_work: int = LINEAR_WORK_PER_TOKEN
 
     @property
     def eos_token_id(self) -> int:
@@ -96,7 +100,15 @@ def build_runtime(config: Any, total_training_steps: int) -> Runtime:
         # The FSDP engine is data parallel over every rank.
         dp_size=n_devices,
         critic_wg=critic_wg,
+        linear_work=_linear_work(config),
     )
+
+
+def _linear_work(config: Any) -> int:
+    """Work of a token of the policy, for balancing rows over ranks as its engine balances them over micro-batches."""
+    from rlflow.workers.engine.fsdp.model import load_hf_config
+
+    return linear_work_per_token(load_hf_config(omega_conf_to_dataclass(config.actor_rollout_ref.model, HFModelConfig)))
 
 
 def _worker_groups(config: Any, roles: list[Role], pool: Any) -> dict[Role, Any]:

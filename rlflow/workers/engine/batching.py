@@ -20,7 +20,8 @@ from torch import Tensor
 
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ContractError
-from rlflow.utils.seqlen_balancing import LINEAR_WORK_PER_TOKEN, ceildiv, get_seqlen_balanced_partitions
+from rlflow.utils.seqlen_balancing import LINEAR_WORK_PER_TOKEN, calculate_workload, restore_dynamic_batch
+from rlflow.utils.token_budget import Item, fill_up, max_over_ranks, pad_parts, split_by_budget, split_padded
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class BatchOptions:
     Attributes:
         temperature: T of softmax(logits / T): one number, or [rows].
         calculate_entropy: also return entropies.
+        calculate_sum_pi_squared: also return the sum of squared probabilities of each token's distribution.
         use_remove_padding: pack rows instead of padding them.
         share_prompts: run a prompt that several rows of a micro-batch share once.
         use_dynamic_bsz: cut by `max_token_len_per_gpu` tokens instead of `micro_batch_size_per_gpu` rows.
@@ -37,6 +39,7 @@ class BatchOptions:
 
     temperature: float | Tensor = 1.0
     calculate_entropy: bool = False
+    calculate_sum_pi_squared: bool = False
     use_remove_padding: bool = True
     share_prompts: bool = False
     use_dynamic_bsz: bool = True
@@ -51,7 +54,7 @@ class BatchOptions:
             ContractError: a temperature <= 0 (greedy rollouts have no distribution to train on), a missing size, or an
                 option of the reference that this engine does not have.
         """
-        for name in ("calculate_sum_pi_squared", "distillation_use_topk", "enable_routing_replay"):
+        for name in ("distillation_use_topk", "enable_routing_replay"):
             if tu.get(data, name, False):
                 raise ContractError(f"{name}=True is not implemented by this engine")
         values = {f.name: defaults[f.name] for f in fields(cls) if defaults.get(f.name) is not None}
@@ -87,15 +90,6 @@ class MicroBatch:
     data: TensorDict | None = None
 
 
-@dataclass(frozen=True)
-class _Item:
-    """Rows that stay together: their tokens in the forward and their work."""
-
-    rows: tuple[int, ...]
-    tokens: int
-    work: int
-
-
 def prepare_micro_batches(
     data: TensorDict,
     options: BatchOptions,
@@ -122,7 +116,7 @@ def prepare_micro_batches(
     if not options.use_dynamic_bsz:
         size = options.micro_batch_size_per_gpu or 1
         parts = [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
-        parts = _same_count(parts, _max_over_ranks(len(parts), dp_group))
+        parts = pad_parts(parts, max_over_ranks(len(parts), dp_group))
     else:
         budget = options.max_token_len_per_gpu or 0
         _check_rows_fit(lengths, budget)
@@ -130,13 +124,10 @@ def prepare_micro_batches(
             keys = prompt_keys(data) if options.share_prompts and prompt_keys else None
             items = _items(lengths, budget, keys, prompt_lengths, linear_work)
             parts = split_by_budget(items, budget)
-            count = _max_over_ranks(len(parts), dp_group)
-            if count > len(parts):
-                finer = _balanced(items, budget, count)
-                parts = _same_count(parts if finer is None else finer, count)
+            parts = fill_up(parts, items, budget, max_over_ranks(len(parts), dp_group))
         else:
             parts = split_padded(lengths, budget)
-            parts = _same_count(parts, _max_over_ranks(len(parts), dp_group))
+            parts = pad_parts(parts, max_over_ranks(len(parts), dp_group))
     if len(parts) == 1 and len(parts[0]) == len(lengths):
         return [MicroBatch(parts[0], data)]
     return [MicroBatch(rows, tu.index_select_tensor_dict(data, rows)) if rows else MicroBatch() for rows in parts]
@@ -152,29 +143,16 @@ def _check_rows_fit(lengths: Sequence[int], budget: int) -> None:
         )
 
 
-def _max_over_ranks(count: int, group: Any) -> int:
-    if group is None or dist.get_world_size(group) == 1:
-        return count
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    tensor = torch.tensor(count, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    return int(tensor)
-
-
-def _same_count(parts: list[list[int]], count: int) -> list[list[int]]:
-    return parts + [[] for _ in range(count - len(parts))]
-
-
 def _items(
     lengths: Sequence[int],
     budget: int,
     keys: list[bytes] | None,
     prompt_lengths: Sequence[int] | None,
     linear_work: int,
-) -> list[_Item]:
+) -> list[Item]:
     """One item per row, or per group of rows with one prompt; a group over the budget is cut."""
     if keys is None or prompt_lengths is None:
-        return [_Item((i,), n, linear_work * n + n * n) for i, n in enumerate(lengths)]
+        return [Item((i,), n, calculate_workload(n, linear_work)) for i, n in enumerate(lengths)]
     groups: dict[bytes, list[int]] = {}
     for i, key in enumerate(keys):
         groups.setdefault(key, []).append(i)
@@ -194,59 +172,8 @@ def _items(
     return items
 
 
-def _shared_item(rows: list[int], tokens: int, lengths: Sequence[int], linear_work: int) -> _Item:
-    return _Item(tuple(rows), tokens, linear_work * tokens + sum(lengths[i] ** 2 for i in rows))
-
-
-def split_by_budget(items: Sequence[_Item], budget: int) -> list[list[int]]:
-    """Few micro-batches of balanced work, none over the budget; rows ascend within each.
-
-    Balanced partitions are tried first, for the smallest count that can work; first-fit-decreasing always fits.
-    """
-    if not items:
-        return []
-    packed = _first_fit(items, budget)
-    fewest = ceildiv(sum(item.tokens for item in items), budget)
-    for count in range(fewest, len(packed) + 1):
-        parts = _balanced(items, budget, count)
-        if parts is not None:
-            return parts
-    return packed
-
-
-def _balanced(items: Sequence[_Item], budget: int, count: int) -> list[list[int]] | None:
-    """`count` parts of balanced work (fewer when there are fewer items); None when one would be over the budget."""
-    count = min(count, len(items))
-    if count < 1:
-        return []
-    parts = get_seqlen_balanced_partitions([item.work for item in items], count, equal_size=False)
-    if any(sum(items[i].tokens for i in part) > budget for part in parts):
-        return None
-    return [sorted(row for i in part for row in items[i].rows) for part in parts]
-
-
-def _first_fit(items: Sequence[_Item], budget: int) -> list[list[int]]:
-    bins: list[tuple[int, list[int]]] = []
-    for item in sorted(items, key=lambda item: (-item.tokens, item.rows)):
-        for i, (tokens, rows) in enumerate(bins):
-            if tokens + item.tokens <= budget:
-                bins[i] = (tokens + item.tokens, rows + list(item.rows))
-                break
-        else:
-            bins.append((item.tokens, list(item.rows)))
-    return [sorted(rows) for _, rows in bins]
-
-
-def split_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches for a padded forward: rows x longest row stays within the budget. Rows of similar length meet."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    parts: list[list[int]] = []
-    for i in order:
-        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= budget:
-            parts[-1].append(i)
-        else:
-            parts.append([i])
-    return [sorted(part) for part in parts]
+def _shared_item(rows: list[int], tokens: int, lengths: Sequence[int], linear_work: int) -> Item:
+    return Item(tuple(rows), tokens, linear_work * tokens + sum(lengths[i] ** 2 for i in rows))
 
 
 # ---- counts and order --------------------------------------------------------------------------------------------
@@ -292,6 +219,6 @@ def restore_rows(parts: Sequence[tuple[Sequence[int], Tensor, Tensor]]) -> Tenso
     """Jagged field in row order from (rows, values [sum(lengths)], lengths) of each micro-batch; None without parts."""
     if not parts:
         return None
-    rows = torch.tensor([row for part in parts for row in part[0]])
     joined = tu.nested_from_values(torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts]))
-    return joined if bool((rows.diff() == 1).all()) else tu.nested_index_select(joined, rows.argsort())
+    # One micro-batch holds its rows in order already.
+    return joined if len(parts) == 1 else restore_dynamic_batch(joined, [part[0] for part in parts])

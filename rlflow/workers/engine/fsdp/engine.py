@@ -34,6 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.device import get_device, get_torch_device, manual_seed
 from rlflow.utils.errors import ConfigError, ContractError
+from rlflow.utils.flops_counter import linear_work_per_token
 from rlflow.utils.metric import Metric, merge_metrics
 from rlflow.workers.engine.base import BaseEngine, LossFunction
 from rlflow.workers.engine.batching import (
@@ -46,6 +47,7 @@ from rlflow.workers.engine.batching import (
 )
 from rlflow.workers.engine.fsdp import checkpoint, export
 from rlflow.workers.engine.fsdp.inputs import ModelInputs, build_inputs, empty_inputs, prompt_keys, response_lengths
+from rlflow.workers.engine.fsdp.log_prob import TokenStats
 from rlflow.workers.engine.fsdp.model import (
     PackedModel,
     PolicyModel,
@@ -82,7 +84,7 @@ class FSDPEngine(BaseEngine):
         self.mesh = self._build_mesh()
         self.hf_config = self.load_config()
         text = self.hf_config.get_text_config()
-        self._linear_work = 6 * int(text.hidden_size)
+        self._linear_work = linear_work_per_token(self.hf_config)
         # A prompt that stands for several rows would draw its dropout once instead of once a row.
         dropouts = (getattr(text, name, 0) for name in ("attention_dropout", "hidden_dropout", "resid_pdrop"))
         self._may_share = not any(dropouts)
@@ -354,15 +356,25 @@ class FSDPEngine(BaseEngine):
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device=["cuda", "cpu"])
 class FSDPEngineWithLMHead(FSDPEngine):
-    """Outputs of a language model: `log_probs`, with `calculate_entropy` also `entropy`."""
+    """Outputs of a language model: `log_probs`, with `calculate_entropy` also `entropy`, with
+    `calculate_sum_pi_squared` also `sum_pi_squared`.
+    """
 
     def load_model(self, dtype: torch.dtype, with_weights: bool) -> PackedModel:
         causal_lm = load_causal_lm(self.model_config, self.hf_config, dtype, with_weights)
-        return PolicyModel(causal_lm, self.engine_config.get("entropy_from_logits_chunk_size"))
+        return PolicyModel(
+            causal_lm,
+            self.engine_config.get("entropy_from_logits_chunk_size"),
+            fused=bool(self.model_config.get("use_fused_kernels", False)),
+        )
 
     def run_model(self, inputs: ModelInputs, options: BatchOptions) -> dict[str, Tensor]:
-        log_probs, entropy = self.module(inputs, with_entropy=options.calculate_entropy)
-        return {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
+        stats: TokenStats = self.module(
+            inputs,
+            with_entropy=options.calculate_entropy,
+            with_sum_pi_squared=options.calculate_sum_pi_squared,
+        )
+        return {name: value for name, value in stats._asdict().items() if value is not None}
 
 
 @EngineRegistry.register("value_model", ["fsdp", "fsdp2"], device=["cuda", "cpu"])

@@ -1,8 +1,9 @@
 """Log-probabilities and entropies of tokens straight from hidden states, without the logits of all tokens.
 
 With z = (h W^T + b) / T of one token, p = softmax(z), y its label:
-    log-prob   l = z_y - logsumexp(z)          dl/dz = onehot(y) - p
-    entropy    H = -sum_v p_v log p_v          dH/dz = -p (log p + H)
+    log-prob               l = z_y - logsumexp(z)          dl/dz = onehot(y) - p
+    entropy                H = -sum_v p_v log p_v          dH/dz = -p (log p + H)
+    squared probabilities  S = sum_v p_v^2                 value only: a baseline's weight, nothing is trained by it
 
 Invariants
     - At most `chunk` rows of logits exist at a time, in the forward and in the backward (which computes them again).
@@ -11,16 +12,33 @@ Invariants
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from rlflow.workers.engine.fsdp import cross_entropy_kernel
+from rlflow.workers.engine.fsdp.cross_entropy_kernel import CrossEntropy, flash_cross_entropy
 
 # Elements of one logits chunk. On a CPU it stays under 32 MiB in fp32, above which the C allocator returns memory to
 # the system after every use and pays for its pages again; a GPU wants matrix products large enough to fill it.
 CPU_CHUNK_ELEMENTS = 7 * 2**20
 GPU_CHUNK_ELEMENTS = 2**27
 MIN_CHUNK_ROWS = 32
+
+
+class TokenStats(NamedTuple):
+    """What the distribution of each token says; fp32 [N] each, None where it was not asked for.
+
+    Fields:
+        log_probs: of the labels.
+        entropy: in nats.
+        sum_pi_squared: sum of the squared probabilities, in (0, 1]; carries no gradient.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
 
 
 def chunk_rows(vocab_size: int, device: torch.device, limit: int | None = None) -> int:
@@ -30,11 +48,13 @@ def chunk_rows(vocab_size: int, device: torch.device, limit: int | None = None) 
     return rows if limit is None else max(1, min(rows, limit))
 
 
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inv_temperature: Tensor | None) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return logits if inv_temperature is None else logits.float().mul_(inv_temperature.unsqueeze(1))
+
+
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, inv_temperature: Tensor | None) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    if inv_temperature is not None:
-        logits.mul_(inv_temperature.unsqueeze(1))
-    return torch.log_softmax(logits, dim=-1)
+    return torch.log_softmax(_logits(hidden, weight, bias, inv_temperature), dim=-1, dtype=torch.float32)
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -47,28 +67,41 @@ class _LinearLogProb(torch.autograd.Function):
         labels: Tensor,
         inv_temperature: Tensor | None,
         with_entropy: bool,
+        with_sum_pi_squared: bool,
         chunk: int,
-    ) -> tuple[Tensor, Tensor | None]:
+        kernel: CrossEntropy | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         n = hidden.shape[0]
         log_probs = torch.empty(n, dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(log_probs) if with_entropy else None
+        squares = torch.empty_like(log_probs) if with_sum_pi_squared else None
         for start in range(0, n, chunk):
             part = slice(start, start + chunk)
             inv_t = None if inv_temperature is None else inv_temperature[part]
+            if kernel is not None:
+                logits = _logits(hidden[part], weight, bias, inv_t)
+                log_probs[part] = cross_entropy_kernel.log_probs(kernel, logits, labels[part])
+                continue
             log_p = _log_softmax(hidden[part], weight, bias, inv_t)
             log_probs[part] = log_p.gather(1, labels[part].unsqueeze(1)).squeeze(1)
-            if entropy is not None:
-                entropy[part] = -(log_p.exp() * log_p).sum(-1)
+            if entropy is not None or squares is not None:
+                p = log_p.exp()
+                if entropy is not None:
+                    entropy[part] = -log_p.mul_(p).sum(-1)
+                if squares is not None:
+                    squares[part] = p.mul_(p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, labels, inv_temperature, entropy)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.kernel = chunk, kernel
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        if squares is not None:
+            ctx.mark_non_differentiable(squares)
+        return log_probs, entropy, squares
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None) -> tuple[Any, ...]:
         hidden, weight, bias, labels, inv_temperature, entropy = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 9
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         # Sums over chunks are kept in fp32: in bf16 every further chunk would lose its last bits.
@@ -77,18 +110,23 @@ class _LinearLogProb(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             inv_t = None if inv_temperature is None else inv_temperature[part]
-            log_p = _log_softmax(hidden[part], weight, bias, inv_t)
-            grad_logits = _grad_logits(
-                log_p,
-                labels[part],
-                None if grad_log_probs is None else grad_log_probs[part],
-                None if grad_entropy is None else grad_entropy[part],
-                None if entropy is None else entropy[part],
-            )
+            grad_l = None if grad_log_probs is None else grad_log_probs[part]
+            if ctx.kernel is not None:
+                assert grad_l is not None  # log-probs are the only output of this way
+                logits = _logits(hidden[part], weight, bias, inv_t)
+                grad_logits = cross_entropy_kernel.grad_logits(ctx.kernel, logits, labels[part], grad_l)
+            else:
+                grad_logits = _grad_logits(
+                    _log_softmax(hidden[part], weight, bias, inv_t),
+                    labels[part],
+                    grad_l,
+                    None if grad_entropy is None else grad_entropy[part],
+                    None if entropy is None else entropy[part],
+                )
             if inv_t is not None:
                 grad_logits.mul_(inv_t.unsqueeze(1))
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
+                grad_bias += grad_logits.sum(0, dtype=torch.float32)
             grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = grad_logits @ weight
@@ -101,10 +139,7 @@ class _LinearLogProb(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 6,
         )
 
 
@@ -136,9 +171,11 @@ def linear_log_probs(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
     chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden W^T / T) at the labels.
+    fused: bool = False,
+) -> TokenStats:
+    """log softmax(hidden W^T / T) at the labels, and what else is asked of that distribution.
 
     Args:
         hidden: [N, h] hidden states in the compute dtype.
@@ -146,11 +183,14 @@ def linear_log_probs(
         labels: int64 [N] token ids.
         bias: [V] or None.
         temperature: T > 0, one number or fp32 [N].
-        with_entropy: also return entropies (nats); without it their arithmetic is skipped.
+        with_entropy: also return entropies; without it their arithmetic is skipped.
+        with_sum_pi_squared: the same for the sums of squared probabilities.
         chunk: rows of logits at a time; None: by memory (`chunk_rows`).
+        fused: let flash-attn's kernel make the log-probs where they are on a GPU, the package is there and nothing else
+            is asked for (see `cross_entropy_kernel`).
 
     Returns:
-        log-probs fp32 [N], entropies fp32 [N] or None. Both are differentiable in hidden, weight and bias.
+        Log-probs and entropies are differentiable in hidden, weight and bias.
     """
     inv_temperature: Tensor | None = None
     if isinstance(temperature, Tensor):
@@ -158,4 +198,18 @@ def linear_log_probs(
     elif temperature != 1.0:
         inv_temperature = torch.full((hidden.shape[0],), 1.0 / temperature, device=hidden.device)
     rows = chunk_rows(weight.shape[0], hidden.device) if chunk is None else chunk
-    return _LinearLogProb.apply(hidden.to(weight.dtype), weight, bias, labels, inv_temperature, with_entropy, rows)
+    only_log_probs = not (with_entropy or with_sum_pi_squared)
+    kernel = flash_cross_entropy() if fused and hidden.is_cuda and only_log_probs else None
+    return TokenStats(
+        *_LinearLogProb.apply(
+            hidden.to(weight.dtype),
+            weight,
+            bias,
+            labels,
+            inv_temperature,
+            with_entropy,
+            with_sum_pi_squared,
+            rows,
+            kernel,
+        )
+    )

@@ -29,7 +29,7 @@ from rlflow.utils.device import cpu_has_slow_bf16
 from rlflow.utils.errors import ConfigError, ContractError
 from rlflow.utils.import_utils import import_external_libs
 from rlflow.workers.engine.fsdp.inputs import ModelInputs
-from rlflow.workers.engine.fsdp.log_prob import chunk_rows, linear_log_probs
+from rlflow.workers.engine.fsdp.log_prob import TokenStats, chunk_rows, linear_log_probs
 from rlflow.workers.engine.fsdp.packed_attention import (
     ATTENTION_NAME,
     LAYOUT_KWARG,
@@ -102,14 +102,16 @@ class PolicyModel(PackedModel):
     Args:
         causal_lm: a transformers causal LM that uses `packed_attention`.
         chunk_limit: most rows of logits to hold at once.
+        fused: let a GPU kernel make the log-probs where there is one (`linear_log_probs`).
     """
 
-    def __init__(self, causal_lm: Any, chunk_limit: int | None = None) -> None:
+    def __init__(self, causal_lm: Any, chunk_limit: int | None = None, fused: bool = False) -> None:
         super().__init__(causal_lm)
         self.chunk_limit = chunk_limit
+        self.fused = fused
 
-    def forward(self, inputs: ModelInputs, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probs fp32 [N] of the labels, and entropies fp32 [N] (nats) when asked for."""
+    def forward(self, inputs: ModelInputs, with_entropy: bool = False, with_sum_pi_squared: bool = False) -> TokenStats:
+        """Log-probs of the labels, with entropies and sums of squared probabilities when asked for."""
         hidden = self.hidden_states(inputs)
         head = self.hf_model.get_output_embeddings()
         return linear_log_probs(
@@ -119,7 +121,9 @@ class PolicyModel(PackedModel):
             bias=getattr(head, "bias", None),
             temperature=inputs.temperature,
             with_entropy=with_entropy,
+            with_sum_pi_squared=with_sum_pi_squared,
             chunk=chunk_rows(head.weight.shape[0], hidden.device, self.chunk_limit),
+            fused=self.fused,
         )
 
 
