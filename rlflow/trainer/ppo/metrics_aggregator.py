@@ -1,4 +1,4 @@
-"""Numbers of the iterations of one step, as the numbers of that step (`trainer.parameter_sync_step` > 1).
+"""Numbers of the iterations of one step, as the numbers of that step (for trainers with `parameter_sync_step` > 1).
 
 How values of one name combine, first rule that applies:
 
