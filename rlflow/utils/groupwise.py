@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ OLD_FORCE_DEVICE_ENV = "VERL_FORCE_DEVICE"
 GroupNames = Sequence[Any] | np.ndarray | Tensor
 
 
-class SegmentMoments(NamedTuple):
+@dataclass(frozen=True)
+class SegmentMoments:
     """Per group, fp64 [G]: number of rows, mean, sample variance (n - 1; 0 for fewer than two rows)."""
 
     count: Tensor

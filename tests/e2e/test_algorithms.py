@@ -36,8 +36,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import algorithm_oracles as oracles
 
 LR = 0.02
+# The losses are tested off policy; there "ppo" stands for vanilla, whose alias it is.
 ESTIMATORS = [name.value for name in AdvantageEstimator]
-CASES = [(name, "vanilla") for name in ESTIMATORS] + [("rloo", name) for name in oracles.LOSSES]
+CASES = [(name, "vanilla") for name in ESTIMATORS] + [("rloo", name) for name in oracles.LOSSES if name != "vanilla"]
 WHITENED = {"gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 FIELDS = (
     *("prompts", "responses", "response_mask", "rm_scores", "old_log_probs", "sum_pi_squared", "values"),
@@ -130,6 +131,8 @@ def test_every_estimator_and_loss_trains_two_steps(
             "critic.fsdp.dtype=float32",
             "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
             "actor_rollout_ref.actor.optim.optimizer=SGD",
+            # torch has no fused SGD for sharded tensors.
+            "actor_rollout_ref.actor.optim.override_optimizer_config={fused:false}",
             "actor_rollout_ref.actor.optim.weight_decay=0",
             "actor_rollout_ref.actor.optim.clip_grad=null",
             f"actor_rollout_ref.actor.optim.lr={LR}",

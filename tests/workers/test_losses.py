@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow.config import FSDPActorConfig, FSDPCriticConfig
+from rlflow.config import FSDPActorConfig, FSDPCriticConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ContractError
 from rlflow.utils.metric import AggregationType
@@ -61,6 +61,26 @@ def test_importance_weights_enter_the_loss():
     half = data(rollout_is_weights=nested([0.5, 0.5, 0.5], [0.5]))
     loss, _ = ppo_loss(FSDPActorConfig(), model_output=OUTPUT, data=half)
     assert float(loss) == pytest.approx(0.710548 / 2, abs=1e-5)
+
+
+def test_bypass_mode_corrects_inside_the_loss_and_its_metrics_know_how_they_combine():
+    correction = RolloutCorrectionConfig.bypass_pg_token_icepop(threshold=1.5, threshold_lower=0.7)
+    policy_loss = PolicyLossConfig(loss_mode="bypass_mode", rollout_correction=correction)
+    loss, metrics = ppo_loss(FSDPActorConfig(policy_loss=policy_loss), model_output=OUTPUT, data=data())
+    # Ratios e^0.5, e^-0.5, e^0.5, e^1.5: none is within [0.7, 1.5], so every weight is 0.
+    assert float(loss) == 0 and metrics["rollout_corr/rollout_is_oob_ratio"].aggregate() == 1
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"].aggregate() == 0
+    assert metrics["rollout_corr/log_ppl_diff_max"].aggregation is AggregationType.MAX
+    assert metrics["actor/ppo_kl"].weights == [4.0] and metrics["actor/ppo_kl"].aggregate() == pytest.approx(-0.5)
+
+    rejecting = RolloutCorrectionConfig.bypass_ppo_clip_k3_rs(rs_threshold=0.3)
+    policy_loss = PolicyLossConfig(loss_mode="bypass_mode", rollout_correction=rejecting)
+    counted = tu.assign_non_tensor_whole(data(), {"batch_num_tokens": 4, "global_batch_size": 2, "dp_size": 1})
+    loss, metrics = ppo_loss(FSDPActorConfig(policy_loss=policy_loss), model_output=OUTPUT, data=counted)
+    # The second row (k3 = 1.98) is rejected; its token still counts among the 4 of the mini-batch.
+    assert float(loss) == pytest.approx((-1.2 - 0.606531 + 1.648721) / 4, abs=1e-5)
+    assert metrics["actor/pg_clipfrac"].weights == [3.0]
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"].aggregate() == pytest.approx(0.25)
 
 
 def test_the_value_loss_on_jagged_rows():

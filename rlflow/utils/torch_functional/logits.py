@@ -79,10 +79,9 @@ def log_probs_from_logits_response_rmpad(
         logits_rmpad: [attention_mask.sum(), V], rows one after the other.
         response_length: R; columns without a token, and a row's first token, have 0.
     """
+    rows, width = input_ids.shape
     packed_ids = input_ids[attention_mask.bool()].unsqueeze(0)
-    return log_probs_from_logits_all_rmpad(
-        packed_ids, logits_rmpad, attention_mask, *input_ids.shape, response_length=response_length
-    )
+    return log_probs_from_logits_all_rmpad(packed_ids, logits_rmpad, attention_mask, rows, width, response_length)
 
 
 def log_probs_from_logits_all_rmpad(

@@ -19,7 +19,7 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
     """Sum where the mask is set; NaN or inf outside the mask does not leak in."""
     values, mask = at_least_fp32(values), at_least_fp32(mask)
-    masked = torch.where(mask.bool(), values, torch.zeros_like(values)) * mask
+    masked = values.masked_fill(~mask.bool(), 0) * mask
     return masked.sum() if axis is None else masked.sum(dim=axis)
 
 

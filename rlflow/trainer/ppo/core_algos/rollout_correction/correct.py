@@ -49,7 +49,8 @@ def compute_rollout_correction(
         )
     cells = Cells(response_mask)
     old, rollout = valid_log_prob(old_log_prob, cells.mask), valid_log_prob(rollout_log_prob, cells.mask)
-    weights, mask, metrics = None, response_mask, {}
+    weights, mask = None, response_mask
+    metrics: dict[str, Metric] = {}
     if cfg.get("rollout_is") is not None and cfg.get("rollout_is_threshold") is not None:
         normalize = bool(cfg.get("rollout_is_batch_normalize"))
         weights, found = importance_weights(
