@@ -21,7 +21,7 @@ def test_runs_on_one_cluster_have_a_table_each(ray_cluster: None, tiny_overrides
     folders = [tmp_path / "one", tmp_path / "two"]
     runners, done = [], []
     for folder in folders:
-        config = compose_config([*tiny_overrides, f"trainer.default_local_dir={folder}"])
+        config = compose_config([*tiny_overrides, f"trainer.default_local_dir={folder}", "trainer.logger=[console]"])
         validate_config(config)
         runners.append(ray.remote(TaskRunner).options(num_cpus=0, max_concurrency=4).remote())
         done.append(runners[-1].run.remote(config))
