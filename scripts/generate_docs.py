@@ -55,7 +55,10 @@ def stages() -> str:
         pass
     else:
         classes["critic"] = CriticWorker
-    return field_table.markdown_table(field_table.stage_table(classes, kl_in_reward=True))
+    from rlflow.trainer.ppo.off_policy import MASKS, WEIGHTS
+
+    everything = {"kl_in_reward": True, "sum_pi_squared": True, "corrected": (WEIGHTS, *MASKS)}
+    return field_table.markdown_table(field_table.stage_table(classes, **everything))
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

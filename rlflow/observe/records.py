@@ -36,6 +36,8 @@ SERIES = (
     "rm_scores",
     "old_log_probs",
     "entropy",
+    "sum_pi_squared",
+    "rollout_is_weights",
     "ref_log_prob",
     "values",
     "token_level_rewards",

@@ -29,6 +29,28 @@ def test_a_fused_update_writes_what_the_log_prob_pass_would() -> None:
     assert "old_log_probs" in apart["update_actor"].reads and apart["update_actor"].writes == ()
 
 
+def test_the_table_knows_what_a_run_adds_and_what_its_estimator_needs() -> None:
+    workers = {"actor": ActorRolloutRefWorker}
+    needs = ("old_log_probs", "sum_pi_squared")
+    corrected = ("rollout_is_weights", "response_mask")
+    stages = stage_table(workers, sum_pi_squared=True, corrected=corrected, estimator_needs=needs)
+    check_stage_table(stages)
+    log_prob = stages[1]
+    assert log_prob.writes == ("old_log_probs", "entropy", "sum_pi_squared", *corrected)
+    assert {"rollout_log_probs", "response_mask"} <= set(log_prob.reads)
+    assert "sum_pi_squared" not in stage_table(workers)[1].writes
+    with pytest.raises(ContractError, match="adv.*reads sum_pi_squared"):
+        check_stage_table(stage_table(workers, estimator_needs=needs))
+    with pytest.raises(ContractError, match="old_log_prob.*reads rollout_log_probs"):
+        check_stage_table(stage_table(workers, corrected=corrected, with_log_probs=False))
+
+
+def test_in_bypass_mode_the_controller_copies_log_probs() -> None:
+    stages = stage_table({"actor": ActorRolloutRefWorker}, bypassed=True)
+    check_stage_table(stages)
+    assert (stages[1].stage, stages[1].group, stages[1].writes) == ("old_log_prob", "controller", ("old_log_probs",))
+
+
 def test_a_field_that_nobody_writes_is_named_before_anything_runs() -> None:
     class Asking(Worker):
         @register(

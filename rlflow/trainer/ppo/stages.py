@@ -62,7 +62,8 @@ def _report_log_probs(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics)
     data = tq.kv_batch_get(batch.keys, partition_of(batch), names, missing_ok=("rollout_log_probs",))
     dense = {name: nested_to_padded(data[name]).float() for name in names if name in data.keys()}  # noqa: SIM118
     mask = dense["response_mask"]
-    entropy = agg_loss(dense["entropy"], mask, actor.loss_agg_mode, loss_scale_factor=actor.loss_scale_factor)
+    scale = rollout.response_length if actor.loss_scale_factor is None else actor.loss_scale_factor
+    entropy = agg_loss(dense["entropy"], mask, actor.loss_agg_mode, loss_scale_factor=scale)
     metrics["actor/entropy"] = entropy.item()
     if rollout.calculate_log_probs:
         if "rollout_log_probs" not in dense:
