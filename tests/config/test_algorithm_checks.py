@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from rlflow.config.checks import validate_config
@@ -19,21 +17,9 @@ NO_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=false"
 
 
 @pytest.fixture
-def check(tmp_path: Path):
+def check(files: list[str]):
     """`check(*overrides)` -> the notices of a run with these options."""
-    for name in ("train.parquet", "val.parquet", "config.json"):
-        (tmp_path / name).write_text("{}")
-    base = [
-        f"data.train_files={tmp_path}/train.parquet",
-        f"data.val_files={tmp_path}/val.parquet",
-        f"actor_rollout_ref.model.path={tmp_path}",
-        "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.use_dynamic_bsz=true",
-        "trainer.logger=[console,file]",
-    ]
-    return lambda *overrides: validate_config(compose_config([*base, *overrides]), check_user_names)
+    return lambda *overrides: validate_config(compose_config([*files, *overrides]), check_user_names)
 
 
 @pytest.mark.parametrize(

@@ -30,22 +30,6 @@ NODES = {
 MIRRORED = {"rollout.name"}
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> list[str]:
-    for name in ("train.parquet", "val.parquet", "config.json"):
-        (tmp_path / name).write_text("{}")
-    return [
-        f"data.train_files={tmp_path}/train.parquet",
-        f"data.val_files={tmp_path}/val.parquet",
-        f"actor_rollout_ref.model.path={tmp_path}",
-        "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.use_dynamic_bsz=true",
-        "trainer.logger=[console,file]",
-    ]
-
-
 def problems_of(overrides: list[str]) -> str:
     with pytest.raises(ConfigError) as error:
         validate_config(compose_config(overrides))

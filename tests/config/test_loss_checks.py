@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,22 +16,6 @@ from rlflow.trainer.ppo.core_algos.rollout_correction import parse_is_threshold,
 from rlflow.utils.errors import ConfigError
 
 LOSS, CORRECTION = "actor_rollout_ref.actor.policy_loss", "algorithm.rollout_correction"
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> list[str]:
-    for name in ("train.parquet", "val.parquet", "config.json"):
-        (tmp_path / name).write_text("{}")
-    return [
-        f"data.train_files={tmp_path}/train.parquet",
-        f"data.val_files={tmp_path}/val.parquet",
-        f"actor_rollout_ref.model.path={tmp_path}",
-        "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.use_dynamic_bsz=true",
-        "trainer.logger=[console]",
-    ]
 
 
 def found(overrides: list[str]) -> tuple[list[str], list[str]]:
@@ -137,12 +120,12 @@ def test_good_settings_pass(overrides: list[str]) -> None:
     assert found(overrides) == ([], [])
 
 
-def test_the_checks_are_part_of_the_start_and_come_with_the_others(base: list[str]) -> None:
+def test_the_checks_are_part_of_the_start_and_come_with_the_others(files: list[str]) -> None:
     good = [f"{CORRECTION}.rollout_rs='token_k1,seq_max_k2'", f"{CORRECTION}.rollout_rs_threshold='0.6_1.6,2.5'"]
-    assert validate_config(compose_config([*base, *good, f"+{LOSS}.tau_pos=1.5"])) == []
+    assert validate_config(compose_config([*files, *good, f"+{LOSS}.tau_pos=1.5"])) == []
     bad = [f"{LOSS}.loss_mode=vanila", f"{LOSS}.dro_beta=0", f"{CORRECTION}.rollout_is=tokens"]
     with pytest.raises(ConfigError) as error:
-        validate_config(compose_config([*base, *bad]))
+        validate_config(compose_config([*files, *bad]))
     for part in ("3 problems", "loss_mode=vanilla", "dro_beta=0.0 must be more than 0", "rollout_is=token "):
         assert part in str(error.value)
 
