@@ -57,6 +57,7 @@ def stage_table(
     corrected: tuple[str, ...] = (),
     bypassed: bool = False,
     estimator_needs: tuple[str, ...] = (),
+    estimator_reads: tuple[str, ...] | None = None,
 ) -> list[StageFields]:
     """The stages of a step in their order.
 
@@ -68,13 +69,14 @@ def stage_table(
         corrected: fields that rollout correction writes after the log-prob pass.
         bypassed: the rollout's log-probs are copied; there is no log-prob pass.
         estimator_needs: fields that the advantage estimator cannot do without.
+        estimator_reads: fields that the advantage stage reads where they are there; None: all there can be.
     """
     left_out = () if with_log_probs else ("rollout_log_probs",)
     stages = {
         "gen": StageFields(
             "gen", "agent_loop", "generate_sequences", writes=tuple(f for f in ROW_FIELDS if f not in left_out)
         ),
-        "adv": _advantage_stage(kl_in_reward, estimator_needs),
+        "adv": _advantage_stage(kl_in_reward, estimator_needs, estimator_reads),
     }
     for stage, (role, method) in WORKER_STAGES.items():
         if role in worker_classes:
@@ -111,15 +113,18 @@ def _log_prob_stage(declared: StageFields, sum_pi_squared: bool, corrected: tupl
     return replace(declared, reads=(*declared.reads, *reads), writes=(*writes, *corrected))
 
 
-def _advantage_stage(kl_in_reward: bool, estimator_needs: tuple[str, ...]) -> StageFields:
+def _advantage_stage(
+    kl_in_reward: bool, estimator_needs: tuple[str, ...], estimator_reads: tuple[str, ...] | None
+) -> StageFields:
     from rlflow.trainer.ppo.advantage import OPTIONAL_FIELDS
 
+    reads = OPTIONAL_FIELDS if estimator_reads is None else estimator_reads
     return StageFields(
         "adv",
         "controller",
         "compute_advantage",
         reads=("response_mask", "rm_scores", *estimator_needs),
-        optional_reads=tuple(name for name in OPTIONAL_FIELDS if name not in estimator_needs),
+        optional_reads=tuple(name for name in reads if name not in estimator_needs),
         writes=("advantages", "returns", *(("token_level_rewards",) if kl_in_reward else ())),
     )
 
