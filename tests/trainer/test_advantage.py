@@ -239,8 +239,8 @@ USERS_FILE = """
 import torch
 from rlflow.trainer.ppo.core_algos import agg_loss, register_adv_est, register_policy_loss
 
-def rows(scores, group, lengths, config=None, **kwargs):
-    return scores * lengths
+def rows(scores, group, lengths, config=None, components=None, **kwargs):
+    return scores * lengths + components["style"]
 
 @register_adv_est("users_rows", outcome=rows)
 def users_rows(token_level_rewards, response_mask, index, **kwargs):
@@ -273,11 +273,10 @@ def test_a_file_outside_the_package_adds_estimators_and_losses(users_names: None
     data["response_mask"] = rows([1, 1], [0, 0, 0])
     data["rm_scores"] = rows([0, 0.5], [0, 0, 7])
     keys = ["u_0_0", "u_1_0"]
-    per_row, _ = advantage.compute_advantages(keys, data, config("users_rows"))
-    assert lists(per_row) == [[1.0, 1.0], [0.0, 0.0, 0.0]]
-    advantages, returns = advantage.compute_advantages(
-        keys, data, config("users_dense", users_key=3), components={"style": np.array([0.5, 0.25])}
-    )
+    style = {"style": np.array([0.5, 0.25])}
+    per_row, _ = advantage.compute_advantages(keys, data, config("users_rows"), components=style)
+    assert lists(per_row) == [[1.5, 1.5], [0.0, 0.0, 0.0]]
+    advantages, returns = advantage.compute_advantages(keys, data, config("users_dense", users_key=3), components=style)
     assert lists(advantages) == [[3.0, 3.0], [0.0, 0.0, 0.0]]
     assert lists(returns) == [[0.5, 0.5], [0.0, 0.0, 0.0]]
     ones = torch.ones(1, 2)

@@ -130,6 +130,15 @@ def test_every_form_of_the_log_probs_is_the_definition(dtype: torch.dtype) -> No
     assert F.logprobs_from_logits_v2(logits[:, :0], labels[:, :0]).shape == (2, 0)
 
 
+@pytest.mark.gpu
+def test_the_fused_kernel_gives_the_log_probs_of_the_definition() -> None:
+    pytest.importorskip("flash_attn")
+    logits = torch.randn(4, 11, generator=torch.Generator().manual_seed(0)).cuda()
+    labels = torch.arange(4).cuda()
+    fused = F.logprobs_from_logits(logits.clone(), labels)
+    torch.testing.assert_close(fused, F.logprobs_from_logits_naive(logits, labels), atol=1e-4, rtol=1e-4)
+
+
 def test_entropy_in_chunks_is_the_entropy_and_impossible_tokens_add_nothing() -> None:
     logits = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
     logits[2, :3] = float("-inf")

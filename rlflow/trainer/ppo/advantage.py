@@ -114,10 +114,9 @@ def _outcome_advantages(
     final = torch.tensor(final_outputs(keys), dtype=torch.int64)
     entering = final[lengths[final] > 0]
     options: dict[str, Any] = {"norm_adv_by_std_in_grpo": option(config, "norm_adv_by_std_in_grpo", True)}
-    if config.adv_estimator == AdvantageEstimator.GDPO:
-        options["components"] = {
-            name: np.asarray(values)[entering.numpy()] for name, values in (components or {}).items()
-        }
+    if components is not None or config.adv_estimator == AdvantageEstimator.GDPO:
+        columns = {name: np.asarray(values, dtype=np.float32) for name, values in (components or {}).items()}
+        options["components"] = {name: torch.from_numpy(values)[entering] for name, values in columns.items()}
     values = outcome(scores[entering], group[entering], lengths[entering], config=config, **options)
     of_session = scores.new_zeros(len(final)).index_put_((session[entering],), values.to(scores.dtype))
     per_token = torch.repeat_interleave(of_session[session].float(), nested_lengths(mask))
