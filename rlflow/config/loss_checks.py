@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,24 +31,24 @@ def check_losses(c: TypedConfig, problems: list[str], notices: list[str]) -> Non
 def _check_policy_loss(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
     actor, options = c.actor, c.actor.policy_loss
     mode, own = options.loss_mode, f"{ACTOR}.policy_loss"
-    above_zero: dict[str, float | None] = {
-        f"{ACTOR}.tau_pos": actor.tau_pos,
-        f"{ACTOR}.tau_neg": actor.tau_neg,
-        f"{own}.tau_pos": options.tau_pos,
-        f"{own}.tau_neg": options.tau_neg,
-        f"{own}.clip_cov_ratio": options.clip_cov_ratio,
-        f"{own}.kl_cov_ratio": options.kl_cov_ratio,
-        f"{own}.dro_beta": options.dro_beta,
-    }
-    for key, value in above_zero.items():
-        if value is not None:
-            problems.extend(problem.below(key, value, 1e-9))
+    # (key, value, a usual value)
+    above_zero: list[tuple[str, float | None, float]] = [
+        (f"{ACTOR}.tau_pos", actor.tau_pos, 1.0),
+        (f"{ACTOR}.tau_neg", actor.tau_neg, 1.05),
+        (f"{own}.tau_pos", options.tau_pos, 1.0),
+        (f"{own}.tau_neg", options.tau_neg, 1.05),
+        (f"{own}.clip_cov_ratio", options.clip_cov_ratio, 0.0002),
+        (f"{own}.kl_cov_ratio", options.kl_cov_ratio, 0.0002),
+        (f"{own}.dro_beta", options.dro_beta, 0.1),
+    ]
+    for key, value, usual in above_zero:
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            problems.append(f"{key}={value} must be more than 0.\n    try:    {key}={usual}")
+        elif value is not None and value > 1 and key.endswith("_cov_ratio"):
+            problems.append(f"{key}={value} is a share of tokens, so at most 1.\n    try:    {key}={usual}")
     for key, value in {"clip_ratio_low": actor.clip_ratio_low, "clip_ratio_high": actor.clip_ratio_high}.items():
-        if value is not None:
-            problems.extend(problem.below(f"{ACTOR}.{key}", value, 0))
-    for key, value in {"clip_cov_ratio": options.clip_cov_ratio, "kl_cov_ratio": options.kl_cov_ratio}.items():
-        if value > 1:
-            problems.append(f"{own}.{key}={value} is a share of tokens, so at most 1.\n    try:    {own}.{key}=0.0002")
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            problems.append(f"{ACTOR}.{key}={value} must be at least 0.\n    try:    {ACTOR}.{key}=0.2")
     if not options.clip_cov_lb < options.clip_cov_ub:
         problems.append(
             f"{own}.clip_cov_lb={options.clip_cov_lb} must be below clip_cov_ub={options.clip_cov_ub}: no token lies "

@@ -53,7 +53,7 @@ def found(overrides: list[str]) -> tuple[list[str], list[str]]:
     [
         (f"{LOSS}.loss_mode=dro", f"try:    {LOSS}.dro_beta=0.1"),
         (f"{LOSS}.dro_beta=0", "dro_beta=0.0 must be more than 0"),
-        (f"{LOSS}.clip_cov_ratio=0", "clip_cov_ratio=0.0 must be more than 0"),
+        (f"{LOSS}.clip_cov_ratio=0", f"must be more than 0.\n    try:    {LOSS}.clip_cov_ratio=0.0002"),
         (f"{LOSS}.kl_cov_ratio=2", "is a share of tokens"),
         (f"{LOSS}.clip_cov_lb=7", "must be below clip_cov_ub=5.0"),
         (f"{LOSS}.tau_pos=-1", "tau_pos=-1.0 must be more than 0"),

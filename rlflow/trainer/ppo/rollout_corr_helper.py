@@ -5,8 +5,6 @@ The maths is `rlflow.trainer.ppo.core_algos.rollout_correction`, the meaning of 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -116,5 +114,5 @@ def _refuse_empty(response_mask: Tensor) -> None:
         raise ValueError("response_mask has no valid token, so there is nothing to correct")
 
 
-def _numbers(metrics: dict[str, Metric]) -> dict[str, Any]:
+def _numbers(metrics: dict[str, Metric]) -> dict[str, float]:
     return {name: metric.aggregate() for name, metric in metrics.items()}
