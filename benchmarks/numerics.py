@@ -1,6 +1,6 @@
 """Speed and memory of the numerics: each figure beside the plain way to compute the same, in one run on one machine.
 
-    python benchmarks/numerics.py                        # about three minutes on 2 cores, 6 GB of memory
+    python benchmarks/numerics.py                        # about two minutes on 2 cores, 6 GB of memory
     python benchmarks/numerics.py --only balance packing --json numerics.json
 
 Sides alternate and the best round of each counts, so that a change in the machine's load hits both. Goals are printed
@@ -44,7 +44,7 @@ class Figure(NamedTuple):
 
     def __str__(self) -> str:
         goal = "" if self.goal is None else f" (goal {'>=' if self.better == 'higher' else '<='} {self.goal:g})"
-        return f"{self.name:76s} {self.value:9.4g} {self.unit}{goal}{'' if self.reached else '   MISSED'}"
+        return f"{self.name:76s} {self.value:10.6g} {self.unit}{goal}{'' if self.reached else '   MISSED'}"
 
 
 Part = tuple[list[Figure], Any]

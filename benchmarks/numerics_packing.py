@@ -74,11 +74,13 @@ def engine(path: str) -> Any:
 def measure(rounds: int = 3) -> dict[str, Any]:
     """{"seconds": {"padded": [...], "packed": [...]}, "tokens": ..., "padded_tokens": ...}; the ways alternate."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from rlflow.config import FSDPActorConfig
     from rlflow.utils import tensordict_utils as tu
     from rlflow.workers.losses import ppo_loss
 
+    disable_progress_bar()
     drawn = lengths()
     data, loss = batch(drawn), partial(ppo_loss, config=FSDPActorConfig())
     with tempfile.TemporaryDirectory() as folder:

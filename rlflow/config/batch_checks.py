@@ -69,6 +69,11 @@ def check_batches(c: TypedConfig, problems: list[str], notices: list[str]) -> No
             problems.extend(_check_mini_batch(c, node, config))
         seen.add(sizes)
     _check_log_prob_batches(c, problems)
+    if c.trainer.balance_keep_groups and not c.trainer.balance_batch:
+        problems.append(
+            "trainer.balance_keep_groups=true has no effect while trainer.balance_batch=false leaves the order alone.\n"
+            "    try:    trainer.balance_batch=true"
+        )
 
 
 def _counts(c: TypedConfig, updated: dict[str, Any]) -> dict[str, int | None]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 FEW_VALUES = 128
 # Exchanges end when no part is further above the mean than this share of it.
 TOLERANCE = 1e-4
-EXCHANGES_PER_PART = 8
+EXCHANGES, EXCHANGES_PER_PART = 64, 4
 
 
 def balanced_partition(values: Sequence[int], k: int, equal_size: bool) -> list[list[int]]:
@@ -137,7 +137,7 @@ def _deal(values: NDArray[np.int64], order: NDArray[np.intp], k: int) -> list[li
 def _even_out(values: NDArray[np.int64], parts: list[NDArray[np.intp]], *, keep_sizes: bool) -> list[NDArray[np.intp]]:
     """Exchange values between the fullest and the emptiest part while that brings their sums closer."""
     loads = np.array([values[part].sum() for part in parts])
-    for _ in range(EXCHANGES_PER_PART * len(parts)):
+    for _ in range(EXCHANGES + EXCHANGES_PER_PART * len(parts)):
         full, empty = int(loads.argmax()), int(loads.argmin())
         gap = int(loads[full] - loads[empty])
         if loads[full] <= loads.mean() * (1 + TOLERANCE):

@@ -209,6 +209,11 @@ def test_values_no_run_can_use_are_refused(files: list[str], override: str, part
     assert part in problems_of([*files, override])
 
 
+def test_groups_cannot_be_kept_in_an_order_that_stays(files: list[str]) -> None:
+    problems = problems_of([*files, "trainer.balance_batch=false", "trainer.balance_keep_groups=true"])
+    assert "try:    trainer.balance_batch=true" in problems
+
+
 def test_an_engine_that_is_not_there_is_a_clear_error() -> None:
     with pytest.raises(ConfigError, match="model_engine=dp"):
         compose_config(["model_engine=nope"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.trainer.ppo.batching import balance, required_multiple
+from rlflow.config import TrainerConfig
+from rlflow.trainer.ppo.batching import balance, order_rows, required_multiple
 from rlflow.trainer.ppo.replay_buffer import uid_of
 from rlflow.transfer_queue import KVBatchMeta
 
@@ -59,3 +60,17 @@ def test_the_model_decides_what_a_long_row_costs() -> None:
         batch = balance(meta(lengths), 2, {}, linear_work=work)
         loads[work] = sorted(sum(tag["seq_len"] for tag in batch.tags[i : i + 4]) for i in (0, 4))
     assert loads == {1: [103, 200], 10**6: [151, 152]}
+
+
+def test_the_configuration_decides_the_order() -> None:
+    def order(**options: bool) -> tuple[list[str], dict[str, float]]:
+        metrics: dict[str, float] = {}
+        batch = order_rows(meta([[9, 9], [100, 100]]), TrainerConfig(**options), 2, metrics)
+        return [uid_of(key) for key in batch.keys], metrics
+
+    kept, metrics = order(balance_batch=False)
+    assert kept == ["e0r0a0", "e0r0a0", "e0r1a0", "e0r1a0"] and not metrics
+    balanced, metrics = order()
+    assert set(balanced[:2]) == set(balanced[2:]) and metrics["global_seqlen/balanced_max"] == 109
+    whole, _ = order(balance_keep_groups=True)
+    assert whole[0] == whole[1] != whole[2]

@@ -13,9 +13,11 @@ from omegaconf import OmegaConf
 from rlflow.config.overrides import compose_config
 from rlflow.single_controller.base import WorkerContext
 from rlflow.single_controller.base.decorator import registered_methods
+from rlflow.trainer.ppo.stages import merge_worker_metrics
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ConfigError, ContractError
 from rlflow.utils.metric import Metric
+from rlflow.workers import training_worker
 from rlflow.workers.engine_workers import ActorRolloutRefWorker
 
 pytestmark = pytest.mark.usefixtures("single_process_group")
@@ -169,6 +171,16 @@ def test_squared_probabilities_are_written_when_asked_for(worker):
     assert tu.nested_lengths(squares).tolist() == tu.nested_lengths(data["responses"]).tolist()
     # Jensen: sum p^2 >= exp(-entropy)
     assert bool((tu.nested_values(squares) >= torch.exp(-tu.nested_values(entropy)) - 1e-6).all())
+
+
+def test_the_share_of_the_peak_is_reported_where_device_and_model_are_known(worker, monkeypatch):
+    monkeypatch.setattr(training_worker, "get_device_flops", lambda unit: 1e9)
+    reported = {}
+    merge_worker_metrics(reported, tu.get(worker.update_actor(batch(worker)), "metrics"), "actor")
+    assert reported["perf/mfu/actor"].aggregate() > 0 and "actor/mfu" not in reported
+    assert worker.actor._mfu(flops=6e9, seconds=2.0, forward_only=False) == 3.0
+    assert worker.actor._mfu(flops=6e9, seconds=2.0, forward_only=True) == 1.0
+    assert worker.actor._mfu(flops=0.0, seconds=2.0, forward_only=False) is None
 
 
 def test_roles_have_only_their_parts(tiny_model):

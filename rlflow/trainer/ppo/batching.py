@@ -75,6 +75,15 @@ def pad_batch(batch: KVBatchMeta, multiple: int, eos_token_id: int, step: int) -
     )
 
 
+def order_rows(
+    batch: KVBatchMeta, trainer: Any, dp_size: int, metrics: dict[str, Any], *, linear_work: int = LINEAR_WORK_PER_TOKEN
+) -> KVBatchMeta:
+    """The batch as the ranks get it, by `trainer.balance_batch` (false: as it came) and `balance_keep_groups`."""
+    if not trainer.balance_batch:
+        return batch
+    return balance(batch, dp_size, metrics, linear_work=linear_work, keep_groups=trainer.balance_keep_groups)
+
+
 def balance(
     batch: KVBatchMeta,
     dp_size: int,

@@ -329,14 +329,8 @@ class PPOTrainer(ABC):  # noqa: B024
             mini_rows.append(self.config.critic.ppo_mini_batch_size * sessions)
         multiple = batching.required_multiple(self.runtime.dp_size, *mini_rows)
         batch = batching.pad_batch(batch, multiple, self.runtime.eos_token_id, self.global_steps)
-        if not self.config.trainer.balance_batch:
-            return batch
-        return batching.balance(
-            batch,
-            self.runtime.dp_size,
-            metrics,
-            linear_work=self.runtime.linear_work,
-            keep_groups=self.config.trainer.balance_keep_groups,
+        return batching.order_rows(
+            batch, self.config.trainer, self.runtime.dp_size, metrics, linear_work=self.runtime.linear_work
         )
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
