@@ -131,8 +131,6 @@ def test_every_estimator_and_loss_trains_two_steps(
             "critic.fsdp.dtype=float32",
             "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
             "actor_rollout_ref.actor.optim.optimizer=SGD",
-            # torch has no fused SGD for sharded tensors.
-            "actor_rollout_ref.actor.optim.override_optimizer_config={fused:false}",
             "actor_rollout_ref.actor.optim.weight_decay=0",
             "actor_rollout_ref.actor.optim.clip_grad=null",
             f"actor_rollout_ref.actor.optim.lr={LR}",

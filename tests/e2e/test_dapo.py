@@ -1,6 +1,6 @@
 """A whole DAPO run: groups without a signal are replaced, overlong answers are punished, rollouts are corrected.
 
-It is killed after its first step (what the later ones left is taken away) and must take the same prompts again.
+Started again from the checkpoint of its first step, it must take the same prompts again.
 """
 
 from __future__ import annotations

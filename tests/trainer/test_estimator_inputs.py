@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import rlflow.transfer_queue as tq
-from rlflow.trainer.ppo.estimator_inputs import reward_baselines, reward_components
+from rlflow.trainer.ppo.estimator_inputs import optional_fields, reward_baselines, reward_components
 from rlflow.transfer_queue import KVBatchMeta
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import RewardError
@@ -30,6 +31,19 @@ def batch(rows: dict[str, dict[str, float] | None], **tags: object) -> KVBatchMe
     tq.kv_batch_put(list(rows), "train", fields=tu.list_of_dict_to_tensordict(fields))
     known = [{**tags, **({"invalid": "no"} if info is None else {})} for info in rows.values()]
     return KVBatchMeta(keys=[*rows, "pad1_0_0"], tags=[*known, {"is_padding": True}], partition_id="train", fields=None)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "kl", "fields"),
+    [
+        ("grpo", False, {"values"}),
+        ("grpo", True, {"values", "old_log_probs", "ref_log_prob"}),
+        ("tir_optimal_token_baseline", False, {"values", "old_log_probs", "sum_pi_squared", "rollout_is_weights"}),
+    ],
+)
+def test_the_advantage_stage_fetches_what_its_estimator_reads(estimator: str, kl: bool, fields: set[str]) -> None:
+    config = SimpleNamespace(algorithm=SimpleNamespace(adv_estimator=estimator, use_kl_in_reward=kl))
+    assert set(optional_fields(config)) == fields
 
 
 def test_the_baseline_of_a_row_is_its_prompts_and_prompts_count_once() -> None:

@@ -15,7 +15,9 @@ from torch import Tensor
 
 import rlflow.transfer_queue as tq
 from rlflow.config.algorithm_checks import OPTIMAL_TOKEN_BASELINES
+from rlflow.trainer.ppo.advantage import OPTIONAL_FIELDS, READ_FIELDS
 from rlflow.trainer.ppo.batching import partition_of, real_rows
+from rlflow.trainer.ppo.core_algos import get_adv_estimator_fn, get_outcome_fn
 from rlflow.trainer.ppo.dumps import reward_extras
 from rlflow.trainer.ppo.metric_utils import spread
 from rlflow.trainer.ppo.replay_buffer import final_outputs, uid_of
@@ -31,6 +33,19 @@ def wants_sum_pi_squared(config: Any) -> bool:
     """Whether the log-prob pass is to write `sum_pi_squared`."""
     asked = config.actor_rollout_ref.actor.calculate_sum_pi_squared
     return bool(asked or config.algorithm.adv_estimator in OPTIMAL_TOKEN_BASELINES)
+
+
+def optional_fields(config: Any) -> tuple[str, ...]:
+    """What the advantage stage of a run reads, where it is there, beside scores and mask: the fields of its estimator
+    (all there can be for one of the user's), those of a KL penalty in the reward, and `values` for their metrics.
+    """
+    name = config.algorithm.adv_estimator
+    wanted = {"values"}
+    if get_outcome_fn(get_adv_estimator_fn(name)) is None:
+        wanted |= set(READ_FIELDS.get(name, OPTIONAL_FIELDS))
+    if config.algorithm.use_kl_in_reward:
+        wanted |= {"old_log_probs", "ref_log_prob"}
+    return tuple(field for field in OPTIONAL_FIELDS if field in wanted)
 
 
 def reward_baselines(batch: KVBatchMeta, metrics: dict[str, Any]) -> Tensor:

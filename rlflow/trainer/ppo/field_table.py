@@ -58,6 +58,7 @@ def stage_table(
     bypassed: bool = False,
     fused: bool = False,
     estimator_needs: tuple[str, ...] = (),
+    estimator_reads: tuple[str, ...] | None = None,
 ) -> list[StageFields]:
     """The stages of a step in their order.
 
@@ -70,13 +71,14 @@ def stage_table(
         bypassed: the rollout's log-probs are copied; there is no log-prob pass.
         fused: the policy's update gives the old log-probs; there is no log-prob pass.
         estimator_needs: fields that the advantage estimator cannot do without.
+        estimator_reads: fields that the advantage stage reads where they are there; None: all there can be.
     """
     left_out = () if with_log_probs else ("rollout_log_probs",)
     stages = {
         "gen": StageFields(
             "gen", "agent_loop", "generate_sequences", writes=tuple(f for f in ROW_FIELDS if f not in left_out)
         ),
-        "adv": _advantage_stage(kl_in_reward, estimator_needs),
+        "adv": _advantage_stage(kl_in_reward, estimator_needs, estimator_reads),
     }
     for stage, (role, method) in WORKER_STAGES.items():
         if role in worker_classes:
@@ -131,15 +133,18 @@ def _update_stage(declared: StageFields, fused: bool) -> StageFields:
     )
 
 
-def _advantage_stage(kl_in_reward: bool, estimator_needs: tuple[str, ...]) -> StageFields:
+def _advantage_stage(
+    kl_in_reward: bool, estimator_needs: tuple[str, ...], estimator_reads: tuple[str, ...] | None
+) -> StageFields:
     from rlflow.trainer.ppo.advantage import OPTIONAL_FIELDS
 
+    reads = OPTIONAL_FIELDS if estimator_reads is None else estimator_reads
     return StageFields(
         "adv",
         "controller",
         "compute_advantage",
         reads=("response_mask", "rm_scores", *estimator_needs),
-        optional_reads=tuple(name for name in OPTIONAL_FIELDS if name not in estimator_needs),
+        optional_reads=tuple(name for name in reads if name not in estimator_needs),
         writes=("advantages", "returns", *(("token_level_rewards",) if kl_in_reward else ())),
     )
 

@@ -96,9 +96,10 @@ def compute_values(trainer: PPOTrainer, batch: KVBatchMeta) -> KVBatchMeta:
 def compute_advantage(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
     """Writes `advantages` and `returns`, and the data metrics of the batch."""
     _refuse_a_step_without_rewards(batch)
-    names = ["response_mask", "rm_scores", *advantage.OPTIONAL_FIELDS]
-    data = tq.kv_batch_get(batch.keys, partition_of(batch), names, missing_ok=advantage.OPTIONAL_FIELDS)
     algorithm = trainer.config.algorithm
+    optional = estimator_inputs.optional_fields(trainer.config)
+    names = ["response_mask", "rm_scores", *optional]
+    data = tq.kv_batch_get(batch.keys, partition_of(batch), names, missing_ok=optional)
     rewards = data["rm_scores"]
     if trainer.kl_controller is not None:
         rewards, kl_metrics = advantage.apply_kl_penalty(data, trainer.kl_controller, algorithm.kl_penalty)

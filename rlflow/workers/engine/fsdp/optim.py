@@ -39,8 +39,13 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Any) -> Optimize
     name = config.optimizer.lower()
     if "adam" in name or "ademamix" in name:
         options["betas"] = tuple(config.betas)
-    if "fused" in inspect.signature(cls).parameters and cls.__module__.startswith("torch.optim"):
+    if (
+        name.startswith("adam")
+        and "fused" in inspect.signature(cls).parameters
+        and cls.__module__.startswith("torch.optim")
+    ):
         # One kernel per tensor list. The default loop pays the dispatch of sharded tensors for every small operation.
+        # Adam's family only: torch's fused SGD refuses sharded tensors.
         options["fused"] = True
     options.update(config.override_optimizer_config or {})
     if options.get("foreach") and "fused" not in (config.override_optimizer_config or {}):
