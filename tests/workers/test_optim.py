@@ -65,3 +65,9 @@ def test_a_gradient_that_is_not_finite_is_reported_and_left():
     p[0].grad = torch.tensor([float("nan"), 1.0, 2.0])
     assert not torch.isfinite(torch.tensor(clip_grad_norm(p, 1.0)))
     assert p[0].grad[2] == 2.0
+
+
+@pytest.mark.parametrize(("name", "fused"), [("AdamW", True), ("SGD", None)])
+def test_only_adam_is_fused(name, fused):
+    optimizer = build_optimizer(params(), FSDPOptimizerConfig(lr=1.0, optimizer=name))
+    assert optimizer.defaults["fused"] is fused
