@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
@@ -35,7 +36,9 @@ def build(path, *, critic=False, load=None, contents=("model", "optimizer", "ext
 
 
 def full_grads(engine):
-    return {n: p.grad.full_tensor().clone() for n, p in engine.module.named_parameters()}
+    """Gradients by name, gathered where they are sharded."""
+    grads = ((n, p.grad) for n, p in engine.module.named_parameters())
+    return {n: (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone() for n, grad in grads}
 
 
 def full_params(engine):
