@@ -84,7 +84,10 @@ class Metric:
             self.append(value)
 
     def aggregate(self) -> float:
-        """The one number; NaN when there is no value (or a mean of total weight 0), or when a value is NaN."""
+        """The one number; NaN when there is no value, or when a value is NaN.
+
+        A mean of total weight 0 is 0 when only zeros were reported (by micro-batches without a token), else NaN.
+        """
         if not self.values:
             return float("nan")
         if self.aggregation is AggregationType.SUM:
@@ -98,7 +101,7 @@ class Metric:
             return self.values[-1]
         total = sum(self.weights)
         if total == 0:
-            return float("nan")
+            return float("nan") if any(self.values) else 0.0
         # A weight of 0 must silence its value even when that value is NaN (an empty micro-batch).
         return sum(v * w for v, w in zip(self.values, self.weights, strict=True) if w != 0) / total
 

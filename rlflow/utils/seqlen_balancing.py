@@ -75,12 +75,15 @@ def get_reverse_idx(indices: Sequence[int]) -> list[int]:
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
     """Balanced partition (`rlflow.utils.partition`); the indices of a part are sorted.
 
+    The part of the largest sum comes first; of equal sums the one with more rows, then the one with the first row.
+
     Raises:
         ValueError: there are fewer rows than parts, or sizes cannot be equal.
     """
     if len(seqlen_list) < k_partitions:
         raise ValueError(f"{len(seqlen_list)} rows cannot fill {k_partitions} parts")
-    return [sorted(part) for part in balanced_partition(seqlen_list, k_partitions, equal_size)]
+    parts = [sorted(part) for part in balanced_partition(seqlen_list, k_partitions, equal_size)]
+    return sorted(parts, key=lambda rows: (-sum(seqlen_list[row] for row in rows), -len(rows), rows))
 
 
 def log_seqlen_unbalance(seqlen_list: Sequence[int], partitions: list[list[int]], prefix: str) -> dict[str, float]:
@@ -103,6 +106,8 @@ def get_group_balanced_partitions(
     seqlen_list: Sequence[int], uids: Sequence[Hashable], k_partitions: int
 ) -> list[list[int]]:
     """Balanced parts of equally many groups; a group is all rows of one uid, wherever they stand.
+
+    In the order of `get_seqlen_balanced_partitions`.
 
     Raises:
         ValueError: the number of groups is not a multiple of the number of parts.

@@ -19,6 +19,7 @@ from rlflow.utils.nested import nested_from_list, nested_from_values, nested_len
 
 NAMES = [name.value for name in AdvantageEstimator]
 OUTCOME = [name for name in NAMES if core_algos.get_outcome_fn(core_algos.get_adv_estimator_fn(name)) is not None]
+TOKEN_LEVEL = [name for name in NAMES if name not in OUTCOME]
 
 
 def config(name: str = "grpo", **options: Any) -> SimpleNamespace:
@@ -123,17 +124,78 @@ def test_a_batch_without_a_valid_row_is_all_zero(name: str) -> None:
     assert lists(result) == [[0.0, 0.0], [0.0]]
 
 
-@pytest.mark.parametrize("name", [n for n in OUTCOME if n not in ("gdpo", "reinforce_plus_plus_baseline", "opo")])
-def test_only_the_last_output_of_a_session_enters_the_group(name: str) -> None:
+@pytest.mark.parametrize("name", OUTCOME)
+def test_only_the_last_output_of_a_session_enters_the_group_with_the_tokens_of_all(name: str) -> None:
     # Rows of a session in any order; index 10 is after 9.
     keys = ["u_0_10", "u_0_9", "u_1_0", "u_2_0"]
     data = outcome_batch([1, 1, 0, 0], [[0, 1], [1, 1], [1, 1], [1, 0]])
-    result, _ = advantage.compute_advantages(keys, data, config(name))
+    result, _ = advantage.compute_advantages(keys, data, config(name), components={"score": [1, 1, 0, 0]})
     one_row_each, _ = advantage.compute_advantages(
-        ["u_0_0", "u_1_0", "u_2_0"], outcome_batch([1, 0, 0], [[1], [1], [1]]), config(name)
+        ["u_0_0", "u_1_0", "u_2_0"],
+        outcome_batch([1, 0, 0], [[1, 1, 1], [1, 1], [1]]),
+        config(name),
+        components={"score": [1, 0, 0]},
     )
     first, second, third = (row[0] for row in lists(one_row_each))
     assert lists(result) == [[0, first], [first, first], [second, second], [third, 0]]
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus_baseline", "gdpo"])
+def test_whitening_counts_every_token_of_a_session(name: str) -> None:
+    keys, lengths, scores = ["u_0_0", "u_0_1", "u_0_2", "u_1_0"], [50, 50, 5, 5], [1, 1, 1, 0]
+    data = outcome_batch(scores, [[1] * length for length in lengths])
+    result, _ = advantage.compute_advantages(keys, data, config(name), components={"score": scores})
+    tokens = nested_values(result)
+    assert tokens.mean().item() == pytest.approx(0, abs=1e-5) and tokens.std().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_a_rejected_token_keeps_its_reward_in_the_row() -> None:
+    data = {"response_mask": rows([1, 1, 0], [1, 1, 1]), "rm_scores": rows([0, 0, 1], [0, 0, 0])}
+    keys = ["u_0_0", "u_1_0"]
+    result, _ = advantage.compute_advantages(keys, data, config("remax"), reward_baselines=[0.5, 0.5])
+    assert lists(result) == [[0.5, 0.5, 0.0], [-0.5, -0.5, -0.5]]
+
+
+@pytest.mark.parametrize("name", TOKEN_LEVEL)
+def test_a_reward_outside_the_mask_counts_as_one_on_the_last_valid_token_before_it(name: str) -> None:
+    keys, data = ["u_0_0", "u_1_0", "v_0_0", "v_1_0"], random_data(1, [4, 4, 4, 3])
+    mask = rows([1, 1, 1, 0], [1, 0, 1, 1], [0, 1, 1, 0], [1, 1, 1])
+    moved = rows([0, 0, 1, 0], [0.5, 0, 0, 0], [0, 2, 0, 0], [0, 0, 0])
+    stray = rows([0, 0, 0, 1], [0, 0.5, 0, 0], [2, 0, 0, 0], [0, 0, 0])
+    found, expected = (
+        advantage.compute_advantages(
+            keys, data | {"response_mask": mask, "rm_scores": scores}, config(name), reward_baselines=[0.5] * 4
+        )[0]
+        for scores in (stray, moved)
+    )
+    valid = nested_values(mask).bool()
+    assert torch.equal(nested_values(found)[valid], nested_values(expected)[valid])
+
+
+def test_moving_rewards_keeps_the_sum_of_every_row_with_a_token() -> None:
+    rng = torch.Generator().manual_seed(0)
+    rewards = torch.randint(-3, 4, (64, 9), generator=rng).float()
+    mask = (torch.rand(64, 9, generator=rng) < torch.rand(64, 1, generator=rng)).float()
+    mask[:2] = torch.tensor([[0.0], [1.0]])
+    moved = advantage.rewards_on_valid_tokens(rewards, mask)
+    assert torch.equal(moved.sum(-1), rewards.sum(-1))
+    has_token = mask.any(-1)
+    assert not moved[has_token][mask[has_token] == 0].any() and torch.equal(moved[~has_token], rewards[~has_token])
+    assert torch.equal(moved[1], rewards[1])
+
+
+@pytest.mark.parametrize("score", [0.9, 100.7])
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
+def test_equal_scores_push_no_token_of_a_large_batch(name: str, score: float) -> None:
+    count, length = 128, 1000
+    rewards = torch.zeros(count, length)
+    rewards[:, -1] = score
+    fields = {"response_mask": torch.ones(count, length), "rm_scores": rewards, "values": torch.zeros(count, length)}
+    data = {field: nested_from_values(value.flatten(), [length] * count) for field, value in fields.items()}
+    result, _ = advantage.compute_advantages(
+        [f"u{i}_0_0" for i in range(count)], data, config(name, gamma=1.0, lam=1.0), components={"score": [score] * 128}
+    )
+    assert nested_values(result).abs().max().item() < 1e-6
 
 
 def test_an_invalid_last_output_silences_its_session() -> None:
@@ -235,6 +297,20 @@ def test_kl_in_reward_uses_the_coefficient_before_it_adapts_and_counts_rows_with
     assert controller.seen == (pytest.approx(current), 2)
 
 
+def test_one_nan_in_the_kl_reaches_no_other_token_and_not_the_next_step() -> None:
+    data = {
+        "old_log_probs": rows([-1, float("nan")], [-1]),
+        "ref_log_prob": rows([-1, -1], [-2]),
+        "rm_scores": rows([0, 1], [1]),
+        "response_mask": rows([1, 1], [1]),
+    }
+    controller = core_algos.AdaptiveKLController(init_kl_coef=0.5, target_kl=0.1, horizon=10)
+    for _ in range(2):
+        rewards, metrics = advantage.apply_kl_penalty(data, controller, "kl")
+        assert nested_values(rewards).isnan().tolist() == [False, True, False]
+        assert np.isnan(metrics["actor/reward_kl_penalty"]) and controller.value == 0.5
+
+
 USERS_FILE = """
 import torch
 from rlflow.trainer.ppo.core_algos import agg_loss, register_adv_est, register_policy_loss
@@ -282,6 +358,33 @@ def test_a_file_outside_the_package_adds_estimators_and_losses(users_names: None
     ones = torch.ones(1, 2)
     loss, _ = core_algos.get_policy_loss_fn("users_loss")(ones, -2 * ones, ones, ones)
     assert loss.item() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("give", "message"),
+    [
+        (lambda mask: (mask[0], mask), r"broken: the advantages must have shape \(2, 3\), one for each token .*\(3,\)"),
+        (lambda mask: (mask, mask[:, :1]), r"broken: the returns must have shape \(2, 3\).*\(2, 1\)"),
+        (lambda mask: (mask, None), r"broken: the returns must have shape \(2, 3\).*NoneType"),
+    ],
+)
+def test_a_token_level_estimator_that_returns_another_shape_is_named(give: Any, message: str) -> None:
+    core_algos.register_adv_est("broken")(lambda response_mask, **kwargs: give(response_mask))
+    try:
+        with pytest.raises(ContractError, match=message):
+            advantage.compute_advantages(["u_0_0", "u_1_0"], outcome_batch([1, 0], [[1], [1, 1, 1]]), config("broken"))
+    finally:
+        del core_algos.ADV_ESTIMATOR_REGISTRY["broken"]
+
+
+@pytest.mark.parametrize("give", [lambda scores: scores[:1], lambda scores: scores.mean(), lambda scores: scores[None]])
+def test_an_outcome_function_that_returns_another_shape_is_named(give: Any) -> None:
+    core_algos.register_adv_est("broken", outcome=lambda scores, *args, **kwargs: give(scores))(lambda **kwargs: None)
+    try:
+        with pytest.raises(ContractError, match=r"broken: the values of its outcome function must have shape \(2,\)"):
+            advantage.compute_advantages(["u_0_0", "u_1_0"], outcome_batch([1, 0], [[1], [1, 1, 1]]), config("broken"))
+    finally:
+        del core_algos.ADV_ESTIMATOR_REGISTRY["broken"]
 
 
 def test_a_function_put_under_a_built_in_name_does_not_inherit_its_per_row_form() -> None:

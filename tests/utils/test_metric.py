@@ -22,6 +22,12 @@ def test_a_mean_is_weighted_and_a_weight_of_zero_silences_nan() -> None:
     assert math.isnan(Metric("mean").aggregate())
 
 
+def test_a_mean_over_micro_batches_that_are_all_empty_is_their_zero() -> None:
+    empty = Metric("mean", 0.0, weight=0)
+    assert Metric.aggregate_dp([empty, empty]) == 0
+    assert all(math.isnan(Metric("mean", value, weight=0).aggregate()) for value in (NAN, 1.0))
+
+
 def test_the_name_decides_nothing() -> None:
     reduced = reduce_metrics({"minibatch_loss": [1.0, 3.0], "domain": Metric("sum", 2), "max": torch.tensor(4.0)})
     assert reduced == {"minibatch_loss": 2.0, "domain": 2.0, "max": 4.0}

@@ -41,7 +41,13 @@ def test_workload() -> None:
     ],
 )
 def test_measured_partitions(lengths: list[int], k: int, equal: bool, expected: list[list[int]]) -> None:
-    assert sorted(get_seqlen_balanced_partitions(lengths, k, equal)) == sorted(expected)
+    assert get_seqlen_balanced_partitions(lengths, k, equal) == expected
+
+
+def test_parts_come_by_sum_then_rows_then_first_row() -> None:
+    assert get_seqlen_balanced_partitions([5, 5, 10], 2, False) == [[0, 1], [2]]
+    assert get_seqlen_balanced_partitions([1, 9, 1, 9], 2, True) == [[0, 3], [1, 2]]
+    assert get_seqlen_balanced_partitions([1, 2, 3], 3, True) == [[2], [1], [0]]
 
 
 def test_unbalance_metrics() -> None:
@@ -54,16 +60,16 @@ def test_unbalance_metrics() -> None:
 @pytest.mark.parametrize("split", [get_group_balanced_partitions, partition_keeping_groups])
 def test_groups_stay_together_wherever_their_rows_stand(split) -> None:
     parts = split([10, 10, 20, 20, 30, 30, 40, 40], list("aabbccdd"), 2)
-    assert sorted(parts) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert parts == [[0, 1, 6, 7], [2, 3, 4, 5]]
     parts = split([10, 20, 30, 40, 40, 30, 20, 10], list("abcddcba"), 2)
-    assert sorted(parts) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    assert parts == [[0, 3, 4, 7], [1, 2, 5, 6]]
 
 
 def test_groups_that_cannot_all_be_whole() -> None:
     with pytest.raises(ValueError, match="3 rows do not split into 2 parts"):
         get_group_balanced_partitions([1, 1, 1, 1, 1, 1], list("aabbcc"), 2)
     parts = partition_keeping_groups([9, 9, 5, 5, 5, 5], list("aabbcc"), 2)
-    assert sorted(parts) == [[0, 1, 5], [2, 3, 4]], "the last group is split, the two others are whole"
+    assert parts == [[0, 1, 5], [2, 3, 4]], "the last group is split, the two others are whole"
     with pytest.raises(ValueError, match="3 rows do not split into 2 parts"):
         partition_keeping_groups([1, 1, 1], list("aab"), 2)
 

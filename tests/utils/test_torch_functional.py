@@ -77,6 +77,14 @@ def test_the_sample_variance_of_fewer_than_two_values_is_refused_and_whitening_g
     assert F.masked_mean(values, torch.zeros(2)).item() == 0
 
 
+@pytest.mark.parametrize("value", [0.9, 100.7])
+def test_whitening_many_equal_values_leaves_nothing(value: float) -> None:
+    values, mask = torch.full((512, 1000), value), torch.ones(512, 1000)
+    mask[:, 900:] = 0
+    assert F.masked_whiten(values, mask).abs().max().item() < 1e-5
+    assert F.masked_whiten(values, mask, shift_mean=False)[0, 0].item() == pytest.approx(value, rel=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_sums_do_not_overflow(dtype: torch.dtype) -> None:
     values = torch.full((100_000,), 3.0, dtype=dtype)
@@ -151,6 +159,16 @@ def test_entropy_in_chunks_is_the_entropy_and_impossible_tokens_add_nothing() ->
     assert chunked.dtype == torch.float32
     torch.testing.assert_close(chunked, F.entropy_from_logits(logits.bfloat16().float()))
     assert F.entropy_from_logits_with_chunking(logits[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("function", [F.entropy_from_logits, F.entropy_from_logits_with_chunking])
+def test_the_gradient_of_the_entropy_passes_by_impossible_tokens(function) -> None:
+    logits = torch.tensor([[1.0, -math.inf, 2.0]], requires_grad=True)
+    possible = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    function(logits).sum().backward()
+    function(possible).sum().backward()
+    assert logits.grad[0, 1] == 0
+    torch.testing.assert_close(logits.grad[:, [0, 2]], possible.grad)
 
 
 def test_sum_pi_squared_of_large_logits() -> None:

@@ -83,6 +83,19 @@ def test_bypass_mode_corrects_inside_the_loss_and_its_metrics_know_how_they_comb
     assert metrics["rollout_corr/rollout_rs_masked_fraction"].aggregate() == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("mask", [nested([1, 1, 1], [1]), nested([0, 0, 0], [0])])
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+def test_bypass_mode_without_a_surviving_token_reports_zeros(loss_type, mask):
+    rejecting = RolloutCorrectionConfig(
+        bypass_mode=True, loss_type=loss_type, rollout_rs="token_k3", rollout_rs_threshold=1e-6
+    )
+    policy_loss = PolicyLossConfig(loss_mode="bypass_mode", rollout_correction=rejecting)
+    config = FSDPActorConfig(policy_loss=policy_loss)
+    loss, metrics = ppo_loss(config, model_output=OUTPUT, data=data(response_mask=mask))
+    found = {name: metric.aggregate() for name, metric in metrics.items() if name.startswith("actor/")}
+    assert float(loss) == 0 and "actor/ppo_kl" in found and not any(found.values())
+
+
 def test_the_value_loss_on_jagged_rows():
     fields = {"values": nested([0.0, 2.0], [9.0]), "returns": nested([2.0, 0.0], [0.0])}
     batch = tu.get_tensordict(fields | {"response_mask": nested([1, 1], [0])})

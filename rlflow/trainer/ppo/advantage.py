@@ -9,8 +9,9 @@ and brings the result to the rows' own lengths, jagged as the batch is.
 Invariants
     invalid rows     (a reward without a result) have mask 0 and enter no group, so that they move no statistic
     padding rows     likewise
-    several outputs  of one session: with an outcome estimator only the last one enters the group, and its value goes to
-                     the valid tokens of all rows of the session
+    several outputs  of one session: with an outcome estimator only the last one enters the group, with the valid tokens
+                     of all outputs as its length, and its value goes to these tokens
+    rewards          none is lost for lying on a token outside the mask (tool output, or rejected)
 """
 
 from __future__ import annotations
@@ -113,11 +114,13 @@ def _outcome_advantages(
     session = group_index([key.rpartition("_")[0] for key in keys])
     final = torch.tensor(final_outputs(keys), dtype=torch.int64)
     entering = final[lengths[final] > 0]
+    session_lengths = lengths.new_zeros(len(final)).index_add_(0, session, lengths)[session]
     options: dict[str, Any] = {"norm_adv_by_std_in_grpo": option(config, "norm_adv_by_std_in_grpo", True)}
     if components is not None or config.adv_estimator == AdvantageEstimator.GDPO:
         columns = {name: np.asarray(values, dtype=np.float32) for name, values in (components or {}).items()}
         options["components"] = {name: torch.from_numpy(values)[entering] for name, values in columns.items()}
-    values = outcome(scores[entering], group[entering], lengths[entering], config=config, **options)
+    values = outcome(scores[entering], group[entering], session_lengths[entering], config=config, **options)
+    _refuse_shape(config.adv_estimator, "values of its outcome function", values, entering.shape)
     of_session = scores.new_zeros(len(final)).index_put_((session[entering],), values.to(scores.dtype))
     per_token = torch.repeat_interleave(of_session[session].float(), nested_lengths(mask))
     return nested_like(per_token.mul_(nested_values(mask)), mask)
@@ -145,20 +148,49 @@ def _token_advantages(
     if name == AdvantageEstimator.GAE:
         fields |= {"gamma": config.gamma, "lam": config.lam}
     advantages, returns = estimator(
-        token_level_rewards=nested_to_padded(rewards).float(),
+        token_level_rewards=rewards_on_valid_tokens(nested_to_padded(rewards).float(), mask),
         response_mask=mask,
         index=np.array(group_names(keys, mask), dtype=object),
         config=config,
         **fields,
     )
+    _refuse_shape(name, "advantages", advantages, mask.shape)
+    _refuse_shape(name, "returns", returns, mask.shape)
     jagged = to_jagged(advantages, data["response_mask"])
     return jagged, jagged if returns is advantages else to_jagged(returns, data["response_mask"])
+
+
+def rewards_on_valid_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Rewards [B, T] with none outside the mask [B, T]; the sum of each row stays.
+
+    A reward outside the mask goes to the last valid token before it, else to the first one after it: a score lies on
+    the last token of a response, which may be tool output, or rejected by the rollout correction, and the token-level
+    estimators read rewards of valid tokens only. A row without a valid token stays as it is.
+    """
+    valid = mask.bool()
+    moving = (((rewards != 0) & ~valid).any(dim=-1) & valid.any(dim=-1)).nonzero().flatten()
+    if not moving.numel():
+        return rewards
+    own, valid = rewards[moving], valid[moving]
+    last_before = torch.where(valid, torch.arange(valid.shape[1], device=valid.device), -1).cummax(dim=-1).values
+    first = valid.int().argmax(dim=-1, keepdim=True)
+    target = torch.where(last_before >= 0, last_before, first)
+    return rewards.index_copy(0, moving, torch.zeros_like(own).scatter_add_(-1, target, own))
 
 
 def group_names(keys: list[str], mask: Tensor) -> list[str]:
     """The group of each row: its prompt, or itself when it has no valid token."""
     valid = (mask.sum(dim=-1) > 0).tolist()
     return [uid_of(key) if ok else f"alone:{key}" for key, ok in zip(keys, valid, strict=True)]
+
+
+def _refuse_shape(name: str, what: str, value: Any, expected: Sequence[int]) -> None:
+    found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    if found != tuple(expected):
+        raise ContractError(
+            f"adv_estimator={name}: the {what} must have shape {tuple(expected)}, one for each "
+            f"{'row' if len(expected) == 1 else 'token'} it was given, but have {found}; see docs/estimators.md"
+        )
 
 
 def _refuse_missing_fields(name: str, data: Any) -> None:

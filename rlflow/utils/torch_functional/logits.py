@@ -107,12 +107,11 @@ def log_probs_from_logits_all_rmpad(
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """Entropy in nats over the last dimension: logsumexp(z) - sum softmax(z) z, in the dtype of the logits.
 
-    A logit of -inf is an impossible token and adds nothing.
+    A logit of -inf is an impossible token, adds nothing and gets no gradient.
     """
-    probabilities = torch.softmax(logits, dim=-1)
-    # 0 * -inf is NaN, its limit 0.
-    weighted = torch.where(probabilities > 0, probabilities * logits, torch.zeros_like(logits))
-    return torch.logsumexp(logits, dim=-1) - weighted.sum(dim=-1)
+    # 0 * -inf is NaN, its limit 0. Replaced before the product: the backward pass would multiply by it again.
+    finite = logits.masked_fill(logits.isneginf(), 0.0)
+    return torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * finite).sum(dim=-1)
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = ENTROPY_CHUNK_ROWS) -> Tensor:

@@ -124,6 +124,18 @@ def test_adaptive_kl_controller() -> None:
     assert controller.value == pytest.approx(GOLDEN["adaptive_kl"]["value"], abs=1e-7)
 
 
+def test_nothing_takes_the_adaptive_coefficient_away() -> None:
+    controller = core_algos.AdaptiveKLController(init_kl_coef=0.1, target_kl=0.1, horizon=10)
+    for kl in (float("nan"), float("inf"), -float("inf")):
+        controller.update(kl, 4)
+    controller.load_state_dict({"value": float("nan")})
+    assert controller.value == 0.1
+    controller.update(0.0, 1000)  # 1 - 0.2 x 1000 / 10 is below 0
+    assert controller.value == pytest.approx(0.05)
+    controller.update(1.0, 5)
+    assert controller.value == pytest.approx(0.05 * 1.1)
+
+
 def test_a_name_can_be_registered_once_and_unknown_names_get_a_hint() -> None:
     @core_algos.register_adv_est("test_only")
     def mine(**kwargs: Any) -> Any: ...

@@ -219,6 +219,19 @@ def test_kl_cov_adds_its_penalty_to_the_tokens_of_highest_covariance() -> None:
     assert_same(measure("kl_cov", data, "token-mean"), value, gradient)
 
 
+def test_kl_cov_picks_the_same_of_equal_covariances_in_every_order() -> None:
+    data = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in batch().items()}
+    data["mask"] = torch.ones_like(data["mask"])
+    # Mirrored about both means: all covariances are equal, other numbers are not.
+    data["advantages"] = torch.tensor([0.5, -0.5] * (ROWS // 2)).unsqueeze(1).expand(ROWS, WIDTH)
+    data["new"] = data["advantages"] - 2
+    options = {"kl_cov_ratio": 0.1, "ppo_kl_coef": 10.0}
+    _, gradient = measure("kl_cov", data, "token-mean", **options)
+    for order in ([1, 0, 3, 2, 5, 4], [5, 4, 3, 2, 1, 0], [2, 5, 1, 4, 0, 3]):
+        _, moved = measure("kl_cov", {name: tensor[order] for name, tensor in data.items()}, "token-mean", **options)
+        torch.testing.assert_close(moved, gradient[order])
+
+
 def test_clip_cov_drops_so_many_candidates_and_leaves_the_rest_as_it_is() -> None:
     data = batch()
     covariance = covariances(data)

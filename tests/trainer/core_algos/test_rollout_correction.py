@@ -202,11 +202,14 @@ def test_impossible_tokens_and_extreme_ratios_stay_finite(dtype: torch.dtype) ->
         assert all(math.isfinite(value) for value in numbers(metrics).values())
 
 
-def test_nan_at_a_valid_token_is_rejected_and_shows() -> None:
-    old, rollout, mask = torch.zeros(1, 3), torch.tensor([[0.0, float("nan"), 0.0]]), torch.ones(1, 3)
-    cfg = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1,token_k2", rollout_rs_threshold=2.0)
+@pytest.mark.parametrize("options", ["token_k1,token_k2", "token_k3", "seq_sum_k1,seq_mean_k2", "seq_max_k3"])
+def test_nan_at_a_valid_token_is_not_rejected_and_shows(options: str) -> None:
+    old, rollout = torch.zeros(2, 3), torch.tensor([[0.0, float("nan"), 0.0], [9.0, 9.0, 9.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+    cfg = RolloutCorrectionConfig(rollout_is="token", rollout_rs=options, rollout_rs_threshold=2.0)
     weights, kept, metrics = compute_rollout_correction(old, rollout, mask, cfg)
-    assert kept.tolist() == [[1.0, 0.0, 1.0]] and weights.isnan().tolist() == [[False, True, False]]
+    assert kept.tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    assert weights.isnan().nonzero().tolist() == [[0, 1]]
     assert math.isnan(metrics["rollout_corr/kl"].aggregate())
 
 

@@ -10,12 +10,19 @@ Half-precision inputs are computed in fp32. A log-prob of -inf counts as `LOG_PR
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlflow.trainer.ppo.core_algos.valid import valid_log_prob
+
+logger = logging.getLogger(__name__)
+
+# A batch of many rows beside a short horizon at most halves the coefficient: 0 or less could not come back.
+SMALLEST_FACTOR = 0.5
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -64,7 +71,8 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     """Proportional control towards a target KL (Ziegler et al. 2019, section 2.2).
 
-    value *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon
+    value *= max(1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon, 0.5)
+    A KL that is no finite number (one NaN in one row) says nothing about the policy and leaves the value as it is.
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
@@ -74,11 +82,16 @@ class AdaptiveKLController(FixedKLController):
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Adapt after a batch of `n_steps` rows with mean KL `current_kl` (nats)."""
+        if not math.isfinite(current_kl):
+            return
         error = min(max(current_kl / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
+        self.value *= max(1 + error * n_steps / self.horizon, SMALLEST_FACTOR)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take the coefficient of a checkpoint."""
+        """Take the coefficient of a checkpoint; one that is no finite number would make every reward NaN."""
+        if not math.isfinite(state["value"]):
+            logger.warning("the checkpoint has a KL coefficient of %s; starting at %s", state["value"], self.value)
+            return
         self.value = state["value"]
 
 

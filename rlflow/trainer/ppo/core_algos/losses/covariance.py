@@ -11,16 +11,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlflow.trainer.ppo.core_algos.aggregate import masked_mean
 from rlflow.trainer.ppo.core_algos.losses.inputs import LossInputs
 
 
 @torch.no_grad()
 def token_covariance(inputs: LossInputs) -> Tensor:
-    """cov_t [B, T], -inf outside the mask; no gradient."""
-    advantages, new, mask = inputs.advantages, inputs.new.detach(), inputs.mask
-    covariance = (advantages - masked_mean(advantages, mask)) * (new - masked_mean(new, mask))
-    return covariance.masked_fill(~mask, -torch.inf)
+    """cov_t [B, T], -inf outside the mask; no gradient.
+
+    In fp64 until the end: rounded to fp32 it no longer shows in which order the means were summed, so that equal
+    covariances are equal in every order of the rows.
+    """
+    advantages, new, mask = inputs.advantages.double(), inputs.new.detach().double(), inputs.mask
+    covariance = (advantages - advantages[mask].mean()) * (new - new[mask].mean())
+    return covariance.float().masked_fill(~mask, -torch.inf)
 
 
 def picked_count(share: float, mask: Tensor) -> int:

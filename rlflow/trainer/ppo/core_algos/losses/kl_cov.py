@@ -4,7 +4,8 @@ rho = exp(clamp(log_prob - old_log_prob, -20, 20)),  l = log_prob - old_log_prob
 L   = -A rho + ppo_kl_coef |l|  for the k = max(int(kl_cov_ratio x tokens), 1) tokens of highest covariance
 L   = -A rho                    for all others                             Cui et al. 2025, arXiv 2505.22617 (KL-Cov)
 
-Nothing is clipped. The reference does not bound the ratio.
+Nothing is clipped. Equal covariances are told apart by the token's own numbers (`covariance.pseudo_random_keys`), so
+that the order of rows decides nothing. The reference does not bound the ratio.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.trainer.ppo.core_algos.losses.covariance import picked_count, token_covariance
+from rlflow.trainer.ppo.core_algos.losses.covariance import picked_count, pseudo_random_keys, token_covariance
 from rlflow.trainer.ppo.core_algos.losses.inputs import LossInputs, prepare
 from rlflow.trainer.ppo.core_algos.losses.options import option, positive_option
 from rlflow.trainer.ppo.core_algos.registry import register_policy_loss
@@ -47,8 +48,10 @@ def compute_policy_loss_kl_cov(
 def _highest(inputs: LossInputs, share: float) -> Tensor:
     """The valid tokens of highest covariance, as a mask [B, T]."""
     covariance = token_covariance(inputs)[inputs.mask]
+    by_key = pseudo_random_keys(inputs.old, inputs.new, inputs.advantages)[inputs.mask].argsort(stable=True)
+    order = by_key[covariance[by_key].argsort(descending=True, stable=True)]
     chosen = torch.zeros_like(covariance, dtype=torch.bool)
-    chosen[covariance.topk(min(picked_count(share, inputs.mask), covariance.numel())).indices] = True
+    chosen[order[: picked_count(share, inputs.mask)]] = True
     highest = torch.zeros_like(inputs.mask)
     highest[inputs.mask] = chosen
     return highest

@@ -6,6 +6,8 @@ token_k*         keep a token by its own statistic
 seq_sum_k*, seq_mean_k*, seq_max_k*    keep a row by the sum, mean or maximum over its tokens
 k1 is kept when log(lower) <= k1 <= log(upper), k2 and k3 when they are at most the bound; with several options all
 must keep a token. `seq_mean_k1` bounds the geometric mean of the row's ratios.
+
+Invariant: NaN at a valid token is no reason to reject it, nor its row: it would disappear from the loss unseen.
 """
 
 from __future__ import annotations
@@ -42,9 +44,10 @@ def rejection(
     readings = Readings(cells)
     for option, limits in zip(options, bounds, strict=True):
         statistic = _statistic(option, log_ratio, cells)
-        kept = statistic <= limits.upper
+        rejected = statistic > limits.upper
         if limits.lower is not None:
-            kept = kept & (statistic >= limits.lower)
+            rejected |= statistic < limits.lower
+        kept = cells.mask & ~rejected
         _read(readings, option, statistic, kept, limits)
         keep &= kept
     _read_masked(readings, "rollout_rs_", keep)
