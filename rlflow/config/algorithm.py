@@ -32,6 +32,14 @@ class FilterGroupsConfig(BaseConfig):
 
 
 @dataclass
+class PFPPOConfig(BaseConfig):
+    """Options of `use_pf_ppo`, which this version does not have: only these values are accepted."""
+
+    reweight_method: str = "pow"
+    weight_pow: float = 2.0
+
+
+@dataclass
 class AlgoConfig(BaseConfig):
     """How rewards become advantages."""
 
@@ -44,5 +52,7 @@ class AlgoConfig(BaseConfig):
     use_kl_in_reward: bool = False
     kl_penalty: str = "kl"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    use_pf_ppo: bool = False
+    pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig | None = field(default_factory=RolloutCorrectionConfig)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+from rlflow.config import problems as problem
+from rlflow.config.algorithm import FilterGroupsConfig, PFPPOConfig
 
 if TYPE_CHECKING:
     from rlflow.config.checks import TypedConfig
@@ -14,11 +18,55 @@ LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 
 
 def check_algorithm(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
-    """Everything about `algorithm` but its single values."""
+    """Everything about `algorithm` but its names."""
+    _check_numbers(c, problems)
+    _check_adaptive_kl(c, problems, notices)
+    _check_pf_ppo(c, problems)
     _check_estimator(c, problems, notices)
     _check_filter(c, problems, notices)
     _check_correction(c, problems)
-    _check_fusion(c, problems)
+    _check_fusion(c, problems, notices)
+
+
+def _check_numbers(c: TypedConfig, problems: list[str]) -> None:
+    """Single numbers that no run can use."""
+    algorithm = c.algorithm
+    # (key, value, lowest, highest); 1e-9: more than 0
+    ranges: list[tuple[str, float, float, float]] = [
+        ("gamma", algorithm.gamma, 0, 1),
+        ("lam", algorithm.lam, 0, 1),
+        ("kl_ctrl.kl_coef", algorithm.kl_ctrl.kl_coef, 0, math.inf),
+        ("kl_ctrl.horizon", algorithm.kl_ctrl.horizon, 1, math.inf),
+        ("kl_ctrl.target_kl", algorithm.kl_ctrl.target_kl, 1e-9, math.inf),
+        ("filter_groups.max_num_gen_batches", algorithm.filter_groups.max_num_gen_batches, 0, math.inf),
+    ]
+    for name, value, low, high in ranges:
+        problems.extend(problem.outside(f"algorithm.{name}", value, low, high))
+
+
+def _check_adaptive_kl(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
+    """A step multiplies the coefficient by 1 ± 0.2 rows / horizon at most, see `AdaptiveKLController`."""
+    horizon, rows = c.algorithm.kl_ctrl.horizon, c.data.train_batch_size * c.rollout.n
+    if not (c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.type == "adaptive") or rows <= horizon:
+        return
+    text = f"algorithm.kl_ctrl.horizon={horizon} is less than the {rows} rows of a step, which may change kl_coef by "
+    change = 0.2 * rows / max(horizon, 1)
+    if change < 1:
+        notices.append(f"{text}{change:.0%}")
+    else:
+        problems.append(f"{text}{change:.0%}, to 0 or below.\n    try:    algorithm.kl_ctrl.horizon={10 * rows}")
+
+
+def _check_pf_ppo(c: TypedConfig, problems: list[str]) -> None:
+    default, given = PFPPOConfig(), c.algorithm.pf_ppo
+    values = {"use_pf_ppo": (c.algorithm.use_pf_ppo, False)}
+    values |= {f"pf_ppo.{name}": (given[name], default[name]) for name in given}
+    problems.extend(
+        f"algorithm.{name}={str(value).lower()}: PF-PPO (resampling of rows by their scores) is not in this version.\n"
+        f"    try:    algorithm.{name}={str(only).lower()}"
+        for name, (value, only) in values.items()
+        if value != only
+    )
 
 
 def _check_estimator(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
@@ -45,6 +93,17 @@ def _check_estimator(c: TypedConfig, problems: list[str], notices: list[str]) ->
             f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} gdpo_reward_keys.\n"
             f"    try:    algorithm.gdpo_reward_weights={[1.0] * len(keys)}"
         )
+    elif weights is not None and (not all(map(math.isfinite, weights)) or not any(weights)):
+        problems.append(
+            f"algorithm.gdpo_reward_weights={weights} must be finite and not all 0: they add up to no advantage.\n"
+            f"    try:    algorithm.gdpo_reward_weights={[1.0] * len(keys)}"
+        )
+    if keys and len(set(keys)) < len(keys):
+        problems.append(
+            f"algorithm.gdpo_reward_keys=[{','.join(keys)}] names a reward twice.\n"
+            f"    try:    algorithm.gdpo_reward_keys=[{','.join(dict.fromkeys(keys))}], with a weight each in "
+            "gdpo_reward_weights"
+        )
     if c.algorithm.use_kl_in_reward:
         problems.append(
             "algorithm.use_kl_in_reward=true has no effect with gdpo: it reads the rewards by name, not the penalised "
@@ -54,9 +113,13 @@ def _check_estimator(c: TypedConfig, problems: list[str], notices: list[str]) ->
 
 def _check_filter(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
     groups = c.algorithm.filter_groups
-    if not groups.enable:
-        return
     key = "algorithm.filter_groups"
+    if not groups.enable:
+        default = FilterGroupsConfig()
+        unread = [name for name in groups if groups[name] != default[name]]
+        if unread:
+            notices.append(f"{key}.{', '.join(unread)} has no effect: {key}.enable=false filters nothing")
+        return
     if not groups.metric:
         problems.append(
             f"{key}.enable=true needs {key}.metric: which number must vary within a group.\n"
@@ -101,10 +164,17 @@ def _check_correction(c: TypedConfig, problems: list[str]) -> None:
         )
 
 
-def _check_fusion(c: TypedConfig, problems: list[str]) -> None:
+def _check_fusion(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
     """The update can give the old log-probs when it makes one optimizer step, and when nobody reads them before it."""
     if not c.actor.fuse_old_log_prob:
         return
+    from rlflow.trainer.ppo.core_algos import AdvantageEstimator
+
+    if c.algorithm.adv_estimator not in list(AdvantageEstimator):
+        notices.append(
+            f"actor.fuse_old_log_prob=true: your estimator {c.algorithm.adv_estimator} gets no old_log_probs: they are "
+            "only known after it"
+        )
     correction = c.algorithm.rollout_correction
     reasons = {
         f"ppo_mini_batch_size={c.actor.ppo_mini_batch_size} of train_batch_size={c.data.train_batch_size} prompts "

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
+from rlflow.config.wrong_type import wrong_type
 from rlflow.utils.errors import ConfigError
 
 T = TypeVar("T")
@@ -64,9 +65,12 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[T]) -> T:
 
     if isinstance(config, dataclass_type):
         return config
+    plain = config
     try:
         plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
         merged = OmegaConf.merge(OmegaConf.structured(dataclass_type), plain or {})
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{dataclass_type.__name__}: {str(error).splitlines()[0]}") from error
+        prefix = config._get_full_key(None) if OmegaConf.is_config(config) else ""
+        text = wrong_type(prefix, str(error.full_key or ""), plain, dataclass_type)
+        raise ConfigError(text or f"{dataclass_type.__name__}: {str(error).splitlines()[0]}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,9 +50,9 @@ def _check_values(c: TypedConfig, problems: list[str]) -> None:
     ]
     for key, value, low in at_least:
         problems.extend(problem.below(key, value, low))
-    for key, value in (("algorithm.gamma", c.algorithm.gamma), ("algorithm.lam", c.algorithm.lam)):
-        if not 0 <= value <= 1:
-            problems.append(f"{key}={value} must be between 0 and 1.\n    try:    {key}=1.0")
+    problems.extend(
+        problem.outside("critic.loss_scale_factor", critic.loss_scale_factor, 1e-9, math.inf, c.rollout.response_length)
+    )
     if critic.strategy not in ("fsdp", "fsdp2"):
         problems.append(problem.choice("critic.strategy", critic.strategy, ("fsdp", "fsdp2")))
     if critic.fsdp.dtype not in ("bfloat16", "float32", "bf16", "fp32"):

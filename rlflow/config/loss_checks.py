@@ -8,50 +8,73 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.config import problems as problem
 from rlflow.config.rollout_correction import RolloutCorrectionConfig
+from rlflow.config.worker import PolicyLossConfig
 
 if TYPE_CHECKING:
     from rlflow.config.checks import TypedConfig
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
+_DEFAULT = RolloutCorrectionConfig()
 # Losses that aggregate in their own way, and how.
 OWN_AGGREGATION = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "geo_mean": "one loss a row"}
 
 
 def check_losses(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
     """Everything about policy loss and rollout correction but the name of the loss."""
+    _check_numbers(c, problems)
     _check_policy_loss(c, problems, notices)
     if c.algorithm.rollout_correction is not None:
-        _check_correction(c.algorithm.rollout_correction, problems)
+        _check_correction(c.algorithm.rollout_correction, problems, notices)
         _check_bypass(c, c.algorithm.rollout_correction, problems, notices)
     elif c.actor.policy_loss.loss_mode == "bypass_mode" and c.actor.policy_loss.rollout_correction is None:
         problems.append(_bypass_without_correction(f"{CORRECTION}=null"))
 
 
-def _check_policy_loss(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
-    actor, options = c.actor, c.actor.policy_loss
-    mode, own = options.loss_mode, f"{ACTOR}.policy_loss"
-    # (key, value, a usual value)
-    above_zero: list[tuple[str, float | None, float]] = [
+def _check_numbers(c: TypedConfig, problems: list[str]) -> None:
+    """Numbers of the loss that no run can use; null is not checked: it means the default, or not set."""
+    actor, options, own = c.actor, c.actor.policy_loss, f"{ACTOR}.policy_loss"
+    # (key, value, a usual value): more than 0, at least 0, finite
+    positive: list[tuple[str, float | None, float]] = [
         (f"{ACTOR}.tau_pos", actor.tau_pos, 1.0),
         (f"{ACTOR}.tau_neg", actor.tau_neg, 1.05),
+        (f"{ACTOR}.loss_scale_factor", actor.loss_scale_factor, c.rollout.response_length),
         (f"{own}.tau_pos", options.tau_pos, 1.0),
         (f"{own}.tau_neg", options.tau_neg, 1.05),
         (f"{own}.clip_cov_ratio", options.clip_cov_ratio, 0.0002),
         (f"{own}.kl_cov_ratio", options.kl_cov_ratio, 0.0002),
         (f"{own}.dro_beta", options.dro_beta, 0.1),
     ]
-    for key, value, usual in above_zero:
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            problems.append(f"{key}={value} must be more than 0.\n    try:    {key}={usual}")
-        elif value is not None and value > 1 and key.endswith("_cov_ratio"):
-            problems.append(f"{key}={value} is a share of tokens, so at most 1.\n    try:    {key}={usual}")
-    for key, value in {"clip_ratio_low": actor.clip_ratio_low, "clip_ratio_high": actor.clip_ratio_high}.items():
-        if value is not None and not (value >= 0 and math.isfinite(value)):
-            problems.append(f"{ACTOR}.{key}={value} must be at least 0.\n    try:    {ACTOR}.{key}=0.2")
-    if not options.clip_cov_lb < options.clip_cov_ub:
+    not_negative: list[tuple[str, float | None, float]] = [
+        (f"{ACTOR}.clip_ratio", actor.clip_ratio, 0.2),
+        (f"{ACTOR}.clip_ratio_low", actor.clip_ratio_low, 0.2),
+        (f"{ACTOR}.clip_ratio_high", actor.clip_ratio_high, 0.2),
+        (f"{ACTOR}.kl_loss_coef", actor.kl_loss_coef, 0.001),
+        (f"{own}.ppo_kl_coef", options.ppo_kl_coef, 0.1),
+    ]
+    finite: list[tuple[str, float | None, float]] = [
+        (f"{ACTOR}.entropy_coeff", actor.entropy_coeff, 0.0),
+        (f"{own}.clip_cov_lb", options.clip_cov_lb, 1.0),
+        (f"{own}.clip_cov_ub", options.clip_cov_ub, 5.0),
+    ]
+    for rows, low in ((positive, 1e-9), (not_negative, 0.0), (finite, -math.inf)):
+        for key, value, usual in rows:
+            problems.extend(problem.outside(key, value, low, math.inf, usual))
+    for name in ("clip_cov_ratio", "kl_cov_ratio"):
+        value = options[name]
+        if value is not None and 1 < value < math.inf:
+            problems.append(
+                f"{own}.{name}={value} is a share of tokens, so at most 1.\n    try:    {own}.{name}=0.0002"
+            )
+
+
+def _check_policy_loss(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
+    actor, options = c.actor, c.actor.policy_loss
+    mode, own = options.loss_mode, f"{ACTOR}.policy_loss"
+    lower, upper = (PolicyLossConfig()[n] if options[n] is None else options[n] for n in ("clip_cov_lb", "clip_cov_ub"))
+    if lower >= upper:
         problems.append(
-            f"{own}.clip_cov_lb={options.clip_cov_lb} must be below clip_cov_ub={options.clip_cov_ub}: no token lies "
+            f"{own}.clip_cov_lb={lower} must be below clip_cov_ub={upper}: no token lies "
             f"between them.\n    try:    {own}.clip_cov_lb=1.0 {own}.clip_cov_ub=5.0"
         )
     if mode == "dro" and options.dro_beta is None:
@@ -66,7 +89,7 @@ def _check_policy_loss(c: TypedConfig, problems: list[str], notices: list[str]) 
         )
 
 
-def _check_correction(correction: RolloutCorrectionConfig, problems: list[str]) -> None:
+def _check_correction(correction: RolloutCorrectionConfig, problems: list[str], notices: list[str]) -> None:
     from rlflow.trainer.ppo.core_algos.losses.bypass import LOSS_TYPES
     from rlflow.trainer.ppo.core_algos.rollout_correction import IS_LEVELS, parse_is_threshold
 
@@ -78,6 +101,15 @@ def _check_correction(correction: RolloutCorrectionConfig, problems: list[str]) 
                 f"{CORRECTION}.rollout_is={correction.rollout_is} needs rollout_is_threshold.\n"
                 f"    try:    {CORRECTION}.rollout_is_threshold=2.0"
             )
+    else:
+        options = ("rollout_is_threshold", "rollout_is_batch_normalize")
+        unread = [name for name in options if correction[name] not in (None, _DEFAULT[name])]
+        notices.extend(f"rollout_correction.{n}={correction[n]} has no effect: rollout_is is not set" for n in unread)
+    if not correction.bypass_mode and correction.loss_type != _DEFAULT.loss_type:
+        notices.append(
+            f"rollout_correction.loss_type={correction.loss_type} has no effect: only bypass_mode=true has a loss of "
+            "its own"
+        )
     if correction.rollout_is_threshold is not None:
         problems.extend(_unreadable("rollout_is_threshold", "2.0", parse_is_threshold, correction.rollout_is_threshold))
     _check_rejection(correction, problems)

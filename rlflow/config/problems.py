@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rlflow.config.tree import default_of
+from rlflow.utils.spelling import nearest
+
 
 def choice(key: str, value: str, choices: Iterable[str], why: str = "") -> str:
     """`value` is none of `choices`; the nearest one is offered."""
     names = sorted(choices)
-    close = difflib.get_close_matches(value, names, n=1)
     return (
-        f"{key}={value} {why or 'is unknown'}.\n    try:    {key}={close[0] if close else names[0]} "
+        f"{key}={value} {why or 'is unknown'}.\n    try:    {key}={nearest(value, names) or names[0]} "
         f"(choices: {', '.join(names)})"
     )
 
 
 def below(key: str, value: float, low: float) -> list[str]:
     """Nothing when `value` is finite and at least `low` (1e-9: above 0)."""
-    if math.isfinite(value) and value >= low:
+    return outside(key, value, low, math.inf)
+
+
+def outside(key: str, value: float | None, low: float, high: float, usual: float | None = None) -> list[str]:
+    """Nothing when `value` is null, or finite and within [`low`, `high`] (`low` 1e-9: above 0; infinite: no bound).
+
+    What to try is `usual`, else the default of the key where that is a possible value.
+    """
+    if value is None or (math.isfinite(value) and low <= value <= high):
         return []
-    limit = "more than 0" if low == 1e-9 else f"at least {low:g}"
-    return [f"{key}={value} must be {limit}.\n    try:    {key}={max(low, 1):g}"]
+    lowest = "more than 0" if low == 1e-9 else f"at least {low:g}"
+    limit = "a finite number" if math.isinf(low) else lowest if math.isinf(high) else f"between {low:g} and {high:g}"
+    if usual is None:
+        default = default_of(key)
+        usable = isinstance(default, (int, float)) and low <= default <= high
+        usual = default if usable else max(low, 1)
+    shown = f"{usual:g}" if isinstance(usual, float) else usual
+    return [f"{key}={value} must be {limit}.\n    try:    {key}={shown}"]
 
 
 def optimizer(node: str, optim: Any) -> list[str]:

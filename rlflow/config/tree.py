@@ -7,6 +7,7 @@ dataclass describes take whatever is put into them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 
@@ -30,6 +31,15 @@ TYPED_NODES: dict[str, type] = {
     "reward": RewardConfig,
     "trainer": TrainerConfig,
 }
+
+
+def default_of(key: str) -> typing.Any:
+    """The default of a key of the typed nodes, given as a dotted path; None for a key that is none of theirs."""
+    root = next((node for node in TYPED_NODES if key.startswith(f"{node}.")), None)
+    if root is None:
+        return None
+    names = key[len(root) + 1 :].split(".")
+    return functools.reduce(lambda node, name: getattr(node, name, None), names, TYPED_NODES[root]())
 
 
 def closed_node(key: str) -> str | None:

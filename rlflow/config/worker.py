@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -22,17 +23,18 @@ LOSS_AGG_MODES = (
 class PolicyLossConfig(BaseConfig):
     """`actor.policy_loss`: which registered policy loss, and the options of single losses.
 
-    `tau_pos` and `tau_neg` win over those of the actor. `rollout_correction` is the trainer's to write (bypass mode).
+    `tau_pos` and `tau_neg` win over those of the actor. Null means the default, where there is one.
+    `rollout_correction` is the trainer's to write (bypass mode).
     """
 
     _mutable_fields: ClassVar[frozenset[str]] = frozenset({"rollout_correction"})
 
     loss_mode: str = "vanilla"
-    clip_cov_ratio: float = 0.0002
-    clip_cov_lb: float = 1.0
-    clip_cov_ub: float = 5.0
-    kl_cov_ratio: float = 0.0002
-    ppo_kl_coef: float = 0.1
+    clip_cov_ratio: float | None = 0.0002
+    clip_cov_lb: float | None = 1.0
+    clip_cov_ub: float | None = 5.0
+    kl_cov_ratio: float | None = 0.0002
+    ppo_kl_coef: float | None = 0.1
     dro_beta: float | None = None
     tau_pos: float | None = None
     tau_neg: float | None = None
@@ -174,8 +176,11 @@ class ActorConfig(BaseConfig):
                 f"Invalid loss_agg_mode: actor.loss_agg_mode={self.loss_agg_mode!r}; "
                 f"choose from {', '.join(LOSS_AGG_MODES)}"
             )
-        if self.clip_ratio_c <= 1.0:
-            raise ConfigError(f"actor.clip_ratio_c={self.clip_ratio_c} must be > 1 (dual clip); the usual value is 3.0")
+        if not 1.0 < self.clip_ratio_c < math.inf:
+            raise ConfigError(
+                f"actor.clip_ratio_c={self.clip_ratio_c} must be a number > 1 (dual clip).\n"
+                "    try:    actor_rollout_ref.actor.clip_ratio_c=3.0"
+            )
 
 
 @dataclass

@@ -226,7 +226,7 @@ def get_dataset_class(data_config: Any) -> type[Dataset]:
         raise ConfigError(f"data.custom_cls needs path and name; path={path!r}, name={name!r}")
     try:
         found = load_extern_object(path, name)
-    except (FileNotFoundError, AttributeError, ImportError) as error:
+    except (FileNotFoundError, AttributeError, RuntimeError) as error:
         raise ConfigError(f"data.custom_cls.path={path}, name={name}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Dataset)):
         raise TypeError(f"data.custom_cls {name} of {path} must be a subclass of torch.utils.data.Dataset")

@@ -1,7 +1,7 @@
 """What goes into a reward call and what comes out of it.
 
 Invariants
-    - A reward is a finite score or `Invalid(reason)`. Nothing that went wrong is ever turned into a number.
+    - A reward is a score that fp32 can hold or `Invalid(reason)`. Nothing that went wrong is ever turned into a number.
     - Input and result are plain Python: no tensors, so neither side needs torch.
 """
 
@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_REASON_CHARS = 300
+# Scores become fp32 tensors; beyond its largest number there is only inf.
+MAX_SCORE = (2 - 2**-23) * 2.0**127
 
 
 class InvalidRewardError(Exception):
@@ -99,6 +101,8 @@ def _number(value: Any) -> float:
         raise InvalidRewardError("the score is too large for a float") from error
     if not math.isfinite(number):
         raise InvalidRewardError(f"the score is {number}")
+    if abs(number) > MAX_SCORE:
+        raise InvalidRewardError(f"the score is {number:g}, beyond what fp32 can hold ({MAX_SCORE:.3g})")
     return number
 
 

@@ -6,8 +6,10 @@
     packing         jagged rows instead of one dense matrix
     padding         wider padding, and rows without a valid token
     masked          NaN wherever the mask is not set, which must have no gradient either
+    weights         importance weights, where the rows have them: a row's gradient is proportional to its weights
 
-For each of them value and gradient must be those of the whole mini-batch in one dense matrix. The counts that the
+For each of them value and gradient must be those of the whole mini-batch in one dense matrix (with doubled weights: of
+the rows that have them, twice those). The counts that the
 engine knows (tokens and rows of the mini-batch on all ranks, `dp_size`) are handed to the loss in every call.
 """
 
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from rlflow.testing.rows import Rows
 
-PROPERTIES = ("micro_batches", "dp_size", "row_order", "packing", "padding", "masked")
+PROPERTIES = ("micro_batches", "dp_size", "row_order", "packing", "padding", "masked", "weights")
 
 # (fields [B, T], mask [B, T] bool, counts) -> scalar
 LossFn = Callable[[Mapping[str, Tensor], Tensor, Mapping[str, Any]], Tensor]
@@ -40,6 +42,8 @@ class Arrangement:
     extra: int = 0
     fill: float = 0.0
     jagged: bool = False
+    # Of the gradient, by token; None: it stays. The value is only compared where all tokens have the same factor.
+    factors: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,24 +73,25 @@ def check_loss(
         name: how messages call the loss.
 
     Raises:
-        AssertionError: a property does not hold; or the loss says nothing (no finite gradient, or zero everywhere).
+        AssertionError: a property does not hold; the loss is no scalar; or it says nothing (no finite gradient, or zero
+            everywhere).
         ValueError: a property that does not exist.
     """
     unknown = sorted(set(properties) - set(PROPERTIES))
     if unknown:
         raise ValueError(f"properties {unknown} do not exist; choose from {PROPERTIES}")
     everything = [[list(range(len(rows.lengths)))]]
-    whole = _run(loss, Arrangement("the whole mini-batch", rows, everything))
+    whole = _run(loss, Arrangement("the whole mini-batch", rows, everything), name)
     if not (torch.isfinite(whole.gradient).all() and torch.isfinite(torch.tensor(whole.value))):
         raise AssertionError(f"{name}: value or gradient of the whole mini-batch is not finite (value {whole.value})")
     if not whole.gradient.any():
         raise AssertionError(f"{name}: the gradient is zero at every token, so the check would say nothing")
     for wanted in properties:
         for arrangement in ARRANGEMENTS[wanted](rows):
-            _compare(name, wanted, arrangement, whole, _run(loss, arrangement), tolerance)
+            _compare(name, wanted, arrangement, whole, _run(loss, arrangement, name), tolerance)
 
 
-def _run(loss: LossFn, arrangement: Arrangement) -> Outcome:
+def _run(loss: LossFn, arrangement: Arrangement, name: str) -> Outcome:
     """Sum over micro-batches, mean over ranks, as engines and gradient averaging do it."""
     rows = arrangement.rows
     leaf = rows.fields[rows.trained].detach().clone().requires_grad_()
@@ -99,7 +104,11 @@ def _run(loss: LossFn, arrangement: Arrangement) -> Outcome:
                 fields, mask = rows.jagged(micro_batch)
             else:
                 fields, mask = rows.dense(micro_batch, arrangement.extra, arrangement.fill)
-            total = total + loss(fields, mask, counts)
+            value = loss(fields, mask, counts)
+            if not (isinstance(value, Tensor) and value.numel() == 1):
+                shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise AssertionError(f"{name} returned {shape}; a loss is one number, see agg_loss")
+            total = total + value.reshape(())
     total = total / len(arrangement.split)
     gradient = torch.autograd.grad(total, leaf, allow_unused=True)[0] if total.requires_grad else None
     return Outcome(float(total.detach()), torch.zeros_like(leaf) if gradient is None else gradient)
@@ -151,6 +160,16 @@ def _masked(rows: Rows) -> Iterator[Arrangement]:
         yield Arrangement(f"{value} at masked tokens and in the padding", hidden, [[numbers]], extra=2, fill=value)
 
 
+def _weights(rows: Rows) -> Iterator[Arrangement]:
+    if rows.weights is None:
+        return
+    numbers = list(range(len(rows.lengths)))
+    for row in (None, *numbers):
+        doubled, factors = rows.with_weights_of(row, 2.0)
+        whose = "all weights" if row is None else f"the weights of row {row}"
+        yield Arrangement(f"{whose} doubled", doubled, [[numbers]], factors=factors)
+
+
 def _cut(numbers: list[int], sizes: Sequence[int]) -> list[list[int]]:
     """Consecutive pieces of the given sizes, over and over."""
     pieces: list[list[int]] = []
@@ -168,6 +187,7 @@ ARRANGEMENTS: dict[str, Callable[[Rows], Iterator[Arrangement]]] = {
     "packing": _packing,
     "padding": _padding,
     "masked": _masked,
+    "weights": _weights,
 }
 
 
@@ -179,14 +199,17 @@ def _compare(
 ) -> None:
     rows, size = arrangement.rows, whole.gradient.numel()
     problem = f"{name} breaks {wanted!r}: with {arrangement.text} "
+    factors = torch.ones_like(whole.gradient) if arrangement.factors is None else arrangement.factors
+    reference = "in one dense matrix" if arrangement.factors is None else "and has to be"
     allowed = tolerance * max(abs(whole.value), 1.0)
-    if not abs(found.value - whole.value) <= allowed:
+    value = whole.value * float(factors[0])
+    if bool((factors == factors[0]).all()) and not abs(found.value - value) <= allowed:
         raise AssertionError(
-            f"{problem}the value is {found.value:.8g}, in one dense matrix {whole.value:.8g} "
-            f"(difference {abs(found.value - whole.value):.3g}, allowed {allowed:.3g})"
+            f"{problem}the value is {found.value:.8g}, {reference} {value:.8g} "
+            f"(difference {abs(found.value - value):.3g}, allowed {allowed:.3g})"
         )
     # Rows that an arrangement adds come last and are masked: their gradient must be 0.
-    expected = torch.cat([whole.gradient, whole.gradient.new_zeros(found.gradient.numel() - size)])
+    expected = torch.cat([whole.gradient * factors, whole.gradient.new_zeros(found.gradient.numel() - size)])
     if wanted == "masked":
         expected = expected.masked_fill(~rows.mask, 0.0)
     difference = (found.gradient - expected).abs()
@@ -198,7 +221,7 @@ def _compare(
     row, token = rows.place(worst)
     raise AssertionError(
         f"{problem}the gradient at row {row}, token {token}{'' if rows.mask[worst] else ' (masked)'} is "
-        f"{float(found.gradient[worst]):.8g}, in one dense matrix {float(expected[worst]):.8g} "
+        f"{float(found.gradient[worst]):.8g}, {reference} {float(expected[worst]):.8g} "
         f"(difference {float(difference[worst]):.3g}, allowed {allowed:.3g}; {wrong} of {difference.numel()} tokens "
         "differ)"
     )

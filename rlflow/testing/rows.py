@@ -17,13 +17,14 @@ class Rows:
     """Rows one after the other.
 
     `lengths[i]` tokens belong to row i; `mask` (bool) and every field are 1-D over all tokens. `trained` names the
-    field that the gradient is taken with respect to.
+    field that the gradient is taken with respect to, `weights` the one with importance weights, if there is one.
     """
 
     lengths: tuple[int, ...]
     mask: Tensor
     fields: Mapping[str, Tensor]
     trained: str
+    weights: str | None = None
 
     @property
     def starts(self) -> list[int]:
@@ -44,6 +45,14 @@ class Rows:
         """The same rows with other values of the trained field."""
         return dataclasses.replace(self, fields={**self.fields, self.trained: values})
 
+    def with_weights_of(self, row: int | None, factor: float) -> tuple[Rows, Tensor]:
+        """The same rows with the weights of one row (None: of all) multiplied, and the factor of each token, 1-D."""
+        factors = torch.ones(len(self.mask), dtype=self.fields[self.trained].dtype)
+        start = 0 if row is None else self.starts[row]
+        factors[start : None if row is None else start + self.lengths[row]] = factor
+        name = str(self.weights)
+        return dataclasses.replace(self, fields={**self.fields, name: self.fields[name] * factors}), factors
+
     def with_masked(self, value: float) -> Rows:
         """The same rows with `value` in every field at every masked token."""
         fields = {name: field.masked_fill(~self.mask, value) for name, field in self.fields.items()}
@@ -57,6 +66,7 @@ class Rows:
             mask=torch.cat([self.mask, torch.zeros(extra, dtype=torch.bool)]),
             fields={name: torch.cat([field, field.new_full((extra,), -0.7)]) for name, field in self.fields.items()},
             trained=self.trained,
+            weights=self.weights,
         )
 
     def dense(self, rows: Sequence[int], extra: int = 0, fill: float = 0.0) -> tuple[dict[str, Tensor], Tensor]:
@@ -86,6 +96,7 @@ def random_rows(
     trained: str,
     *,
     near: Mapping[str, tuple[str, float]] | None = None,
+    weights: str | None = None,
     rows: int = 8,
     longest: int = 7,
     seed: int = 0,
@@ -97,6 +108,7 @@ def random_rows(
         fields: name -> (low, high) of uniform values a token.
         trained: the field with the gradient.
         near: name -> (other, scale): the field is the other one plus normal noise, for policies that are close.
+        weights: the field with importance weights, if one of them is that.
         rows: at least 4.
         longest: tokens of the longest row.
         seed: of a generator of its own.
@@ -117,4 +129,4 @@ def random_rows(
     }
     for name, (other, scale) in (near or {}).items():
         made[name] = made[other] + (scale * torch.randn(total, generator=generator, dtype=torch.float64)).to(dtype)
-    return Rows(lengths=tuple(lengths), mask=mask, fields=made, trained=trained)
+    return Rows(lengths=tuple(lengths), mask=mask, fields=made, trained=trained, weights=weights)

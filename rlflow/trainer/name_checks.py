@@ -6,13 +6,13 @@ cannot tell (compiled modules, names made at run time) passes here and is found 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.utils.errors import ConfigError
 from rlflow.utils.source_names import SourceNames, find_source, read_names
+from rlflow.utils.spelling import nearest
 
 if TYPE_CHECKING:
     from rlflow.config.checks import TypedConfig
@@ -86,7 +86,7 @@ def _check_agent_loops(c: TypedConfig, problems: list[str]) -> None:
 def _choose(key: str, value: str, names: Iterable[str], problems: list[str]) -> None:
     known = sorted(names)
     if value not in known:
-        near = (difflib.get_close_matches(value, known, n=1) or known)[0]
+        near = nearest(value, known) or known[0]
         problems.append(
             f"{key}={value} is unknown.\n    try:    {key}={near} (known: {', '.join(known)}), or import the module "
             "that registers it by actor_rollout_ref.model.external_lib"
@@ -142,10 +142,10 @@ def _in_source(key: str, value: str, file: Path, name: str, kind: str, problems:
         return None
     if name not in names:
         offered = sorted(n for n in (names.classes if kind == "class" else names.functions) if not n.startswith("_"))
-        near = difflib.get_close_matches(name, offered, n=1)
+        near = nearest(name, offered)
         problems.append(
             f"{key}={value}: {file} defines no {name}.\n    try:    "
-            + (f"{near[0]} " if near else "")
+            + (f"{near} " if near else "")
             + f"(it defines {', '.join(offered) or f'no public {kind}'})"
         )
         return None

@@ -10,11 +10,16 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rlflow.utils.errors import ConfigError
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 def load_module(path: str, module_name: str | None = None) -> ModuleType:
@@ -22,10 +27,14 @@ def load_module(path: str, module_name: str | None = None) -> ModuleType:
 
     Raises:
         FileNotFoundError: no such file.
-        RuntimeError: the module raised while it was executed (the cause is chained).
+        RuntimeError: the module raised while it was executed, or ended the process (the cause is chained).
     """
     if path.startswith("pkg://"):
-        return importlib.import_module(path.removeprefix("pkg://").strip("/").replace("/", "."))
+        package = path.removeprefix("pkg://").strip("/").replace("/", ".")
+        try:
+            return importlib.import_module(package)
+        except (Exception, SystemExit) as error:
+            raise RuntimeError(f"importing {package} failed: {_fault(error)}") from error
     file = Path(path.removeprefix("file://")).expanduser().resolve()
     if not file.is_file():
         raise FileNotFoundError(f"no Python file at {file}")
@@ -39,10 +48,23 @@ def load_module(path: str, module_name: str | None = None) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[name]
-        raise RuntimeError(f"importing {file} failed: {type(error).__name__}: {error}") from error
+        if not isinstance(error, (Exception, SystemExit)):
+            raise
+        raise RuntimeError(f"importing {file} failed: {_fault(error)}") from error
     return module
+
+
+def _fault(error: BaseException) -> str:
+    """What went wrong and, as far as known, in which line of the user's code."""
+    if isinstance(error, SyntaxError):  # which is raised before any line of the file runs
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    others = (*(f"{folder}/" for folder in [*installed, _PACKAGE]), "<frozen ")
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def load_extern_object(path: str, name: str) -> Any:
@@ -65,10 +87,23 @@ def load_class_from_fqn(fqn: str, description: str = "class") -> type:
         raise ConfigError(f"{description} {fqn!r} cannot be loaded: {error}") from error
 
 
-def import_external_libs(libs: str | list[str] | None) -> None:
-    """Import modules for their side effects (registrations): a dotted name, a `.py` path, or a list of them."""
-    for lib in [libs] if isinstance(libs, str) else (libs or []):
-        if lib.endswith(".py") or lib.startswith(("pkg://", "file://")):
-            load_module(lib)
-        else:
-            importlib.import_module(lib)
+def import_external_libs(libs: Any) -> None:
+    """Import modules for their side effects (registrations): a dotted name, a `.py` path, or a list of them.
+
+    Raises:
+        ConfigError: one of them is no name, is not there, or failed while it was imported, and in which line.
+    """
+    if libs is None:
+        return
+    several = isinstance(libs, Iterable) and not isinstance(libs, str)
+    for lib in libs if several else [libs]:
+        try:
+            if not isinstance(lib, str):
+                raise TypeError(f"{lib!r} is a {type(lib).__name__}, not a name")
+            is_path = lib.endswith(".py") or lib.startswith(("pkg://", "file://"))
+            load_module(lib if is_path else f"pkg://{lib}")
+        except (TypeError, OSError, RuntimeError, ConfigError) as error:
+            raise ConfigError(
+                f"model.external_lib={lib} cannot be imported: {error}\n"
+                "    try:    a module name that Python finds here, or the path of a .py file, without such an error"
+            ) from error

@@ -16,6 +16,7 @@ Values outside the mask, NaN too, reach neither loss nor gradient: every term re
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from rlflow.trainer.ppo.core_algos.kl import kl_penalty
 from rlflow.trainer.ppo.core_algos.valid import only_valid
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ContractError
-from rlflow.utils.metric import AggregationType, Metric
+from rlflow.utils.metric import AggregationType, Metric, as_number
 
 
 def response_field(data: TensorDict, name: str, lengths: Tensor) -> Tensor:
@@ -75,7 +76,8 @@ def ppo_loss(
         weights = response_field(data, "rollout_is_weights", lengths)
     # The policy has not moved since the rollout's batch was complete: what it says now is what it said then.
     fused = "old_log_probs" not in data.keys() and tu.get(data, "fuse_old_log_prob", False)
-    pg_loss, pg_metrics = get_policy_loss_fn(config.policy_loss.loss_mode)(
+    name = config.policy_loss.loss_mode
+    result = get_policy_loss_fn(name)(
         old_log_prob=log_prob.detach() if fused else response_field(data, "old_log_probs", lengths),
         log_prob=log_prob,
         advantages=response_field(data, "advantages", lengths),
@@ -84,11 +86,7 @@ def ppo_loss(
         config=config_with_counts(config, counts),
         rollout_is_weights=weights,
     )
-    tokens = float(mask.sum())
-    metrics: dict[str, Any] = {
-        name: value if isinstance(value, Metric) else Metric(AggregationType.MEAN, value, weight=tokens)
-        for name, value in pg_metrics.items()
-    }
+    pg_loss, metrics = checked_result(name, result, tokens=float(mask.sum()))
     metrics["actor/pg_loss"] = Metric(AggregationType.SUM, pg_loss)
     loss = pg_loss
     if "entropy" in model_output:
@@ -105,6 +103,41 @@ def ppo_loss(
         metrics["kl_coef"] = Metric(AggregationType.MEAN, config.kl_loss_coef)
         loss = loss + config.kl_loss_coef * kl_loss
     return loss, metrics
+
+
+def checked_result(name: str, result: Any, tokens: float) -> tuple[Tensor, dict[str, Any]]:
+    """What the policy loss `name` returned, its metrics typed: a plain number is a mean over `tokens`.
+
+    Raises:
+        ContractError: it is no (scalar tensor, dict of metrics); the text names the loss, and the metric.
+    """
+    good = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    if not (good and isinstance(result[0], Tensor) and result[0].numel() == 1):
+        raise ContractError(
+            f"policy loss {name} returned {_kind(result)}, which is no (scalar tensor, dict of metrics). Try: "
+            "return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {}"
+        )
+    loss, given = result
+    metrics: dict[str, Any] = {}
+    for key, value in given.items():
+        if isinstance(value, Metric):
+            metrics[key] = value
+        elif as_number(value) is None:
+            raise ContractError(
+                f"policy loss {name}: its metric {key} is {_kind(value)}, and a metric is one number. Try: its mean "
+                "over the valid tokens, or a rlflow.utils.metric.Metric"
+            )
+        else:
+            metrics[key] = Metric(AggregationType.MEAN, value, weight=tokens)
+    return loss, metrics
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_kind, value))})"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def value_loss(
@@ -155,6 +188,8 @@ def _counts(config: Any, data: TensorDict) -> dict[str, Any]:
 
 def config_with_counts(config: Any, counts: dict[str, Any]) -> Any:
     """A copy of the actor config with the `global_batch_info` that losses hand to `agg_loss`; the given one stays."""
+    if isinstance(config, dict):
+        return {**config, "global_batch_info": counts}
     mine = copy.copy(config)
     object.__setattr__(mine, "global_batch_info", counts)
     return mine

@@ -15,7 +15,8 @@ from rlflow.config.overrides import check_overrides, compose_config
 from rlflow.trainer.ppo.core_algos.rollout_correction import parse_is_threshold, parse_rs_options, parse_rs_thresholds
 from rlflow.utils.errors import ConfigError
 
-LOSS, CORRECTION = "actor_rollout_ref.actor.policy_loss", "algorithm.rollout_correction"
+ACTOR = "actor_rollout_ref.actor"
+LOSS, CORRECTION = f"{ACTOR}.policy_loss", "algorithm.rollout_correction"
 
 
 def found(overrides: list[str]) -> tuple[list[str], list[str]]:
@@ -53,6 +54,14 @@ def found(overrides: list[str]) -> tuple[list[str], list[str]]:
         (f"{CORRECTION}.rollout_rs=token_k1", f"try:    {CORRECTION}.rollout_rs_threshold=0.5_2.0"),
         (f"{CORRECTION}.rollout_rs_threshold=2.0", "bounds nothing"),
         (f"{CORRECTION}.loss_type=ppo", "loss_type=ppo_clip"),
+        (f"{CORRECTION}.rollout_is_threshold=inf", "must be a finite number, more than 0"),
+        (f"{ACTOR}.loss_scale_factor=0", f"must be more than 0.\n    try:    {ACTOR}.loss_scale_factor=512"),
+        (f"{ACTOR}.loss_scale_factor=-1", "must be more than 0"),
+        (f"{ACTOR}.entropy_coeff=nan", f"must be a finite number.\n    try:    {ACTOR}.entropy_coeff=0"),
+        (f"{ACTOR}.kl_loss_coef=nan", f"must be at least 0.\n    try:    {ACTOR}.kl_loss_coef=0.001"),
+        (f"{LOSS}.ppo_kl_coef=nan", f"must be at least 0.\n    try:    {LOSS}.ppo_kl_coef=0.1"),
+        (f"{LOSS}.clip_cov_ub=nan", "clip_cov_ub=nan must be a finite number"),
+        (f"{LOSS}.clip_cov_lb=6", f"{LOSS}.clip_cov_lb=6.0 must be below clip_cov_ub=5.0"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_can(override: str, part: str) -> None:
@@ -112,6 +121,12 @@ def test_settings_that_work_but_surprise_get_a_line(overrides: list[str], part: 
     "overrides",
     [
         [f"{CORRECTION}=null"],
+        [f"{CORRECTION}.rollout_is_threshold=null"],
+        [
+            f"{LOSS}.{name}=null"
+            for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+        ],
+        [f"{ACTOR}.entropy_coeff=-0.01", f"{ACTOR}.loss_scale_factor=null"],
         [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5.0"],
         [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=sequence"],
     ],

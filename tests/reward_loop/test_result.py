@@ -32,6 +32,15 @@ def test_everything_else_is_no_score(bad):
         normalise_result({"score": bad})
 
 
+@pytest.mark.parametrize("beyond", [1e39, -1e300, 10**39, np.float64(3.5e38)])
+def test_a_score_that_fp32_cannot_hold_is_none(beyond):
+    with pytest.raises(InvalidRewardError, match="beyond what fp32 can hold"):
+        normalise_result(beyond)
+    with pytest.raises(InvalidRewardError, match="fp32"):
+        to_score({"reward_score": beyond})
+    assert torch.tensor(normalise_result(torch.finfo(torch.float32).max), dtype=torch.float32).isfinite()
+
+
 def test_values_beside_the_score_become_plain():
     raw = {"score": np.float32(0.5), "acc": np.bool_(True), "parts": (np.int64(1), [torch.tensor([1, 2])]), "pred": "x"}
     assert normalise_result(raw) == {"score": 0.5, "acc": True, "parts": [1, [[1, 2]]], "pred": "x"}

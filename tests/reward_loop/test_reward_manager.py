@@ -149,8 +149,36 @@ def test_the_limit_of_dapo_is_that_of_the_data_unless_it_is_set():
 
 
 @pytest.mark.parametrize(
-    ("cfg", "problem"), [({"len": 21}, "between 1 and 20"), ({"len": None}, "len=None"), ({"lenght": 3}, "lenght")]
+    ("cfg", "problem"),
+    [
+        ({"len": 21}, "between 1 and 20"),
+        ({"len": None}, "len=null"),
+        ({"len": True}, "len=True"),
+        ({"len": "abc"}, r"overlong_buffer_cfg\.len=4"),
+        ({"lenght": 3}, "lenght"),
+        ({"penalty_factor": "x"}, "penalty_factor=x must be a number above 0"),
+        ({"penalty_factor": None}, r"penalty_factor=null [^$]*overlong_buffer_cfg\.penalty_factor=1\.0"),
+        ({"penalty_factor": float("nan")}, "penalty_factor=nan"),
+        ({"enable": "maybe"}, "enable=maybe must be true or false"),
+        ({"log": 3}, "log=3 must be true or false"),
+    ],
 )
 def test_dapo_refuses_a_buffer_that_cannot_work(cfg, problem):
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError, match=problem) as error:
         overlong(1, **cfg)
+    assert "\n    try:    " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "problem"),
+    [
+        ({"overlong_buffer_cfg": 4}, "overlong_buffer_cfg=4 must be a group of options"),
+        ({"overlong_buffer_cfg": False}, "overlong_buffer_cfg=False must be a group of options"),
+        ({"max_resp_len": "abc"}, "max_resp_len=abc must be a number of tokens"),
+        ({"max_resp_len": 0}, "max_resp_len=0 must be a number of tokens"),
+    ],
+)
+def test_dapo_refuses_options_of_the_wrong_kind(kwargs, problem):
+    options = {"overlong_buffer_cfg": {"enable": True, "len": 4}, **kwargs}
+    with pytest.raises(ConfigError, match=problem):
+        overlong(1, {"reward": {"reward_kwargs": options}, "data": {"max_response_length": 8}})

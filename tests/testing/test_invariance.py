@@ -21,7 +21,7 @@ from rlflow.workers.losses import ppo_loss
 
 # Selected by statistics of the micro-batch (docs/losses.md says so).
 PER_MICRO_BATCH = ("clip_cov", "kl_cov")
-ONE_BATCH = ("row_order", "packing", "padding", "masked")
+ONE_BATCH = ("row_order", "packing", "padding", "masked", "weights")
 
 
 def config(**policy_loss: Any) -> FSDPActorConfig:
@@ -62,8 +62,10 @@ def test_any_batch(name: str, mode: str, rows: int, noise: float, seed: int) -> 
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
 def test_bypass_mode(loss_type: str, mode: str) -> None:
     rejection = {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.6_1.7,0.2"}
-    check_policy_loss("bypass_mode", bypass(loss_type=loss_type, **rejection), loss_agg_mode=mode)
-    check_policy_loss("bypass_mode", bypass(loss_type=loss_type, rollout_is="sequence"), loss_agg_mode=mode)
+    # It makes its weights itself.
+    check_policy_loss("bypass_mode", bypass(loss_type=loss_type, **rejection), loss_agg_mode=mode, weights=False)
+    sequence = bypass(loss_type=loss_type, rollout_is="sequence")
+    check_policy_loss("bypass_mode", sequence, loss_agg_mode=mode, weights=False)
 
 
 @pytest.mark.parametrize("name", PER_MICRO_BATCH)
@@ -74,7 +76,7 @@ def test_selection_depends_on_the_micro_batch(name: str) -> None:
 
 def test_batch_normalisation_in_bypass_mode_depends_on_the_micro_batch() -> None:
     normalised = bypass(loss_type="reinforce", rollout_is_batch_normalize=True)
-    check_policy_loss("bypass_mode", normalised, properties=ONE_BATCH)
+    check_policy_loss("bypass_mode", normalised, properties=ONE_BATCH, weights=False)
     with pytest.raises(AssertionError, match="breaks 'micro_batches'"):
         check_policy_loss("bypass_mode", normalised)
 
@@ -132,6 +134,10 @@ def wrong(**change: Any) -> Any:
         new = log_prob if change.get("mask_late") else log_prob.masked_fill(~mask, 0.0)
         advantages = advantages if change.get("mask_late") else advantages.masked_fill(~mask, 0.0)
         losses = -advantages * new
+        if not change.get("no_weights"):
+            losses = losses * rollout_is_weights.masked_fill(~mask, 0.0)
+        if change.get("mean_of_weights"):
+            losses = losses / rollout_is_weights.masked_fill(~mask, 0.0).mean()
         if change.get("by_place"):
             losses = losses * torch.arange(1, losses.shape[0] + 1).unsqueeze(1)
         if change.get("mean"):
@@ -154,6 +160,8 @@ def wrong(**change: Any) -> Any:
         ("mean", "padding", "1 columns of padding more"),
         ("mask_late", "masked", r"nan at masked tokens"),
         ("no_mask", "masked", r"breaks 'masked'"),
+        ("no_weights", "weights", r"with all weights doubled the value is \S+, and has to be"),
+        ("mean_of_weights", "weights", "with all weights doubled"),
     ],
 )
 def test_mistakes_are_found_and_named(mistake: str, property_: str, part: str) -> None:
@@ -179,6 +187,52 @@ def test_a_check_that_would_say_nothing_fails() -> None:
         check_policy_loss("vanilla", properties=["rows_order"])
     with pytest.raises(ValueError, match="at least 4"):
         check_policy_loss("vanilla", rows=3)
+
+
+def test_weights_that_act_on_other_rows_are_found() -> None:
+    def by_neighbour(**inputs: Any) -> tuple[Tensor, dict[str, float]]:
+        inputs["rollout_is_weights"] = inputs["rollout_is_weights"].roll(1, dims=0)
+        return POLICY_LOSS_REGISTRY["gpg"](**inputs)
+
+    with pytest.raises(AssertionError, match="with the weights of row 2 doubled the gradient at row 3"):
+        check_policy_loss(by_neighbour, properties=["weights"])
+    check_policy_loss(wrong(no_weights=True), weights=False)
+
+
+@pytest.mark.parametrize(
+    ("result", "part"),
+    [
+        (lambda losses: (losses.sum(1), {}), r"policy loss loss returned \(a tensor of shape \(8,\), a dict\)"),
+        (lambda losses: losses.sum(), "returned a tensor of shape"),
+        (lambda losses: (losses.sum(), None), r"a tensor of shape \(\), None"),
+        (lambda losses: (losses.sum(), {"mine/kl": losses}), "its metric mine/kl is a tensor of shape"),
+        (lambda losses: (losses.sum(), {"mine/kl": [1.0, 2.0]}), "its metric mine/kl is a list"),
+        (lambda losses: (losses.sum(), {"mine/kl": "low"}), "its metric mine/kl is a str"),
+        (lambda losses: (losses.sum(), {"mine/kl": None}), "its metric mine/kl is None"),
+    ],
+)
+def test_a_result_that_no_run_could_use_fails_the_check(result: Any, part: str) -> None:
+    def loss(**inputs: Any) -> Any:
+        return result(inputs["log_prob"].masked_fill(~inputs["response_mask"], 0.0))
+
+    with pytest.raises(AssertionError, match=part):
+        check_policy_loss(loss, weights=False)
+
+
+def test_a_value_loss_by_row_fails_the_check() -> None:
+    def by_row(vpreds: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return vpreds.sum(1), None
+
+    with pytest.raises(AssertionError, match=r"by_row \(token-mean\) returned a tensor of shape \(8,\)"):
+        check_value_loss(by_row)
+
+
+def test_a_dict_is_a_config_too() -> None:
+    strict = {"clip_ratio": 0.2, "policy_loss": {"dro_beta": 0.5}}
+    check_policy_loss("vanilla", strict)
+    check_policy_loss("dro", strict)
+    with pytest.raises(ValueError, match="dro_beta"):
+        check_policy_loss("dro", {"policy_loss": {}})
 
 
 def test_rows_have_an_empty_one_a_masked_one_and_holes() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlflow.config import FSDPActorConfig, FSDPCriticConfig, PolicyLossConfig, RolloutCorrectionConfig
+from rlflow.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ContractError
 from rlflow.utils.metric import AggregationType
@@ -94,6 +95,35 @@ def test_bypass_mode_without_a_surviving_token_reports_zeros(loss_type, mask):
     loss, metrics = ppo_loss(config, model_output=OUTPUT, data=data(response_mask=mask))
     found = {name: metric.aggregate() for name, metric in metrics.items() if name.startswith("actor/")}
     assert float(loss) == 0 and "actor/ppo_kl" in found and not any(found.values())
+
+
+@pytest.mark.parametrize(
+    ("result", "part"),
+    [
+        (lambda loss: (loss, None), r"policy loss mine returned \(a tensor of shape \(\), None\)"),
+        (lambda loss: loss, r"policy loss mine returned a tensor of shape \(\)"),
+        (lambda loss: (loss.expand(2), {}), r"policy loss mine returned \(a tensor of shape \(2,\), a dict\)"),
+        (lambda loss: (loss, {"x": loss.expand(3)}), r"policy loss mine: its metric x is a tensor of shape \(3,\)"),
+        (lambda loss: (loss, {"x": "low"}), "its metric x is a str"),
+        (lambda loss: (loss, {"x": [1.0]}), "its metric x is a list"),
+    ],
+)
+def test_what_a_users_loss_returns_wrongly_is_named(monkeypatch, result, part):
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "mine", lambda **inputs: result(inputs["log_prob"].sum()))
+    config = FSDPActorConfig(policy_loss=PolicyLossConfig(loss_mode="mine"))
+    with pytest.raises(ContractError, match=part):
+        ppo_loss(config, model_output=OUTPUT, data=data())
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_null_options_of_the_covariance_losses_are_their_defaults(name):
+    options = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+    unset = PolicyLossConfig(loss_mode=name, **dict.fromkeys(options))
+    losses = [
+        float(ppo_loss(FSDPActorConfig(policy_loss=given), model_output=OUTPUT, data=data())[0])
+        for given in (unset, PolicyLossConfig(loss_mode=name))
+    ]
+    assert losses[0] == losses[1]
 
 
 def test_the_value_loss_on_jagged_rows():

@@ -15,6 +15,8 @@ so that an answer is told to be shorter before it is cut off. Options (`reward.r
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,29 +44,48 @@ class OverlongPenalty:
         """Read `reward.reward_kwargs`; None when the buffer is not enabled.
 
         Raises:
-            ConfigError: an unknown option, or a buffer that does not fit before the limit.
+            ConfigError: an unknown option, one of a wrong kind, or a buffer that does not fit before the limit.
         """
-        key = "reward.reward_kwargs"
-        options = dict(reward_kwargs.get("overlong_buffer_cfg") or {})
+        options = reward_kwargs.get("overlong_buffer_cfg")
+        options = {} if options is None else options
+        if not isinstance(options, Mapping):
+            raise _bad("overlong_buffer_cfg", options, "must be a group of options", "{enable: true, len: 128}")
         unknown = sorted({*reward_kwargs} - {"max_resp_len", "overlong_buffer_cfg"})
         unknown += sorted(f"overlong_buffer_cfg.{n}" for n in {*options} - {"enable", "len", "penalty_factor", "log"})
         if unknown:
             raise ConfigError(
-                f"{key} has {', '.join(unknown)}, which reward.reward_manager.name=dapo does not read; it reads "
-                "max_resp_len and overlong_buffer_cfg {enable, len, penalty_factor, log}"
+                f"reward.reward_kwargs has {', '.join(unknown)}, which reward.reward_manager.name=dapo does not read.\n"
+                "    try:    max_resp_len and overlong_buffer_cfg {enable, len, penalty_factor, log}, which it reads"
             )
-        if not options.get("enable", False):
+        switches = {name: options.get(name, False) for name in ("enable", "log")}
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise _bad(f"overlong_buffer_cfg.{name}", value, "must be true or false", "true")
+        if not switches["enable"]:
             return None
-        limit, buffer = reward_kwargs.get("max_resp_len") or default_max_resp_len, options.get("len")
-        factor = options.get("penalty_factor", 1.0)
-        if not isinstance(buffer, int) or not 0 < buffer <= limit:
-            raise ConfigError(
-                f"{key}.overlong_buffer_cfg.len={buffer} must be between 1 and {limit} tokens (max_resp_len): the "
-                f"penalty grows in the stretch before the limit. Try {max(1, limit // 5)}"
+        limit: Any = reward_kwargs.get("max_resp_len")
+        limit = default_max_resp_len if limit is None else limit
+        if not _is_count(limit):
+            raise _bad(
+                "max_resp_len", limit, "must be a number of tokens, at least 1", "null (data.max_response_length)"
             )
-        if not factor > 0:
-            raise ConfigError(f"{key}.overlong_buffer_cfg.penalty_factor={factor} must be more than 0. Try 1.0")
-        return cls(int(limit), buffer, float(factor), bool(options.get("log", False)))
+        buffer: Any = options.get("len")
+        factor = options.get("penalty_factor", 1.0)
+        if not _is_count(buffer) or buffer > limit:
+            why = f"must be between 1 and {limit} tokens (max_resp_len): the penalty grows before the limit"
+            raise _bad("overlong_buffer_cfg.len", buffer, why, max(1, limit // 5))
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+            raise _bad("overlong_buffer_cfg.penalty_factor", factor, "must be a number above 0", 1.0)
+        return cls(limit, buffer, float(factor), switches["log"])
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _bad(option: str, value: Any, why: str, usual: Any) -> ConfigError:
+    key, shown = f"reward.reward_kwargs.{option}", "null" if value is None else value
+    return ConfigError(f"{key}={shown} {why}.\n    try:    {key}={usual}")
 
 
 @register("dapo")

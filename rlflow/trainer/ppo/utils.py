@@ -1,4 +1,7 @@
-"""What the parts of the trainer share: roles of worker groups, which of them a configuration needs, the run folder."""
+"""What the parts of the trainer share: roles of worker groups, which of them a configuration needs, the run folder.
+
+`create_rl_dataset` and `create_rl_sampler` live in `rlflow.data`; here is where users of verl look for them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,34 @@ from typing import Any
 
 from rlflow.config.checks import need_reference_policy
 from rlflow.config.critic import need_critic
+from rlflow.data import create_rl_dataset, create_rl_sampler
 
-__all__ = ["Role", "need_critic", "need_reference_policy", "run_folder"]
+__all__ = [
+    "Role",
+    "create_rl_dataset",
+    "create_rl_sampler",
+    "need_critic",
+    "need_reference_policy",
+    "need_reward_model",
+    "need_teacher_policy",
+    "run_folder",
+]
+
+
+def need_reward_model(config: Any) -> bool:
+    """A reward model is asked for by `reward.reward_model.enable`, a key that this version does not have yet."""
+    return bool(_select(config, "reward.reward_model.enable"))
+
+
+def need_teacher_policy(config: Any) -> bool:
+    """A teacher is asked for by `distillation.enabled`, a key that this version does not have yet."""
+    return bool(_select(config, "distillation.enabled"))
+
+
+def _select(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = (config or {}).get(name)
+    return config
 
 
 def run_folder(config: Any) -> Path:
@@ -35,11 +64,14 @@ class Role(Enum):
 
     @classmethod
     def from_string(cls, name: str) -> Role:
-        """The role of a name such as "actor_rollout" (any case); ValueError lists the names."""
-        for role, text in _ROLE_NAMES.items():
-            if text == name.lower():
-                return role
-        raise ValueError(f"no role {name!r}; roles: {', '.join(_ROLE_NAMES.values())}")
+        """The role of a name such as "actor_rollout" (any case); ValueError lists the names.
+
+        "env" and "teacher" are names of roles that no worker group can be asked for by.
+        """
+        known = {text: role for role, text in _ROLE_NAMES.items() if role not in (Role.Env, Role.TeacherModel)}
+        if name.lower() not in known:
+            raise ValueError(f"no role {name!r}; roles: {', '.join(known)}")
+        return known[name.lower()]
 
 
 _ROLE_NAMES = {

@@ -146,6 +146,17 @@ def test_a_name_can_be_registered_once_and_unknown_names_get_a_hint() -> None:
     del core_algos.ADV_ESTIMATOR_REGISTRY["test_only"]
     with pytest.raises(ValueError, match="Did you mean 'grpo'"):
         core_algos.get_adv_estimator_fn("grppo")
+    with pytest.raises(ValueError, match="Did you mean 'grpo'"):
+        core_algos.get_adv_estimator_fn("GRPO")
+
+
+def test_what_is_no_name_is_not_registered() -> None:
+    no_name: Any
+    for no_name in (None, 3, ["grpo"]):
+        with pytest.raises(ValueError, match="is not registered"):
+            core_algos.get_adv_estimator_fn(no_name)
+        with pytest.raises(ValueError, match="is not registered"):
+            core_algos.get_policy_loss_fn(no_name)
 
 
 def test_groups_need_not_be_adjacent_and_large_rewards_keep_their_spread() -> None:

@@ -1,17 +1,20 @@
 """Names of advantage estimators and policy losses.
 
-Invariant: a name means one function. Registering the same function again is fine; another one under a taken name is
-refused for estimators and replaces the old one for policy losses (as users of verl expect).
+Invariant: a name means one function. Registering the same function again is fine, also from a second copy of its module
+(a file that is loaded by its path and by its module name); another one under a taken name is refused for estimators and
+replaces the old one for policy losses (as users of verl expect).
 """
 
 from __future__ import annotations
 
-import difflib
+import os
 from collections.abc import Callable
 from enum import Enum, StrEnum
 from typing import Any, TypeVar
 
 from torch import Tensor
+
+from rlflow.utils.spelling import nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -70,7 +73,12 @@ def register_adv_est(name_or_enum: str | AdvantageEstimator, outcome: OutcomeFn 
         name = _name(name_or_enum)
         known = ADV_ESTIMATOR_REGISTRY.get(name)
         if known is not None and known is not function:
-            raise ValueError(f"advantage estimator {name!r} is already {known.__module__}.{known.__qualname__}")
+            if _same_source(known, function):
+                return function  # the first copy keeps the name
+            raise ValueError(
+                f"advantage estimator {name!r} is already {_origin(known)}, so {_origin(function)} cannot have that "
+                f"name. Try another one, such as @register_adv_est('my_{name}')"
+            )
         ADV_ESTIMATOR_REGISTRY[name] = function
         if outcome is not None:
             _OUTCOME_CORES[function] = outcome
@@ -108,11 +116,33 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
     return _lookup(POLICY_LOSS_REGISTRY, name, "policy loss", "register_policy_loss")
 
 
+def _same_source(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
+    """Whether two functions are one piece of a file that was executed twice, with nothing in them that could differ."""
+    one, other = getattr(known, "__code__", None), getattr(function, "__code__", None)
+    if one is None or one != other or one.co_freevars:
+        return False
+    same_file = os.path.realpath(one.co_filename) == os.path.realpath(other.co_filename)
+    return same_file and _defaults(known) == _defaults(function)
+
+
+def _defaults(function: Any) -> str:
+    # As text: values such as tensors do not compare to one bool.
+    return repr((function.__defaults__, function.__kwdefaults__))
+
+
+def _origin(function: Any) -> str:
+    """`module.name (file, line)`, as far as the callable knows."""
+    code = getattr(function, "__code__", None)
+    module = getattr(function, "__module__", type(function).__module__)
+    name = f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    return name if code is None else f"{name} ({code.co_filename}, line {code.co_firstlineno})"
+
+
 def _lookup(registry: dict[str, Any], name: str, kind: str, decorator: str) -> Any:
-    if name in registry:
+    if isinstance(name, str) and name in registry:
         return registry[name]
-    close = difflib.get_close_matches(name, registry, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    close = nearest(name, registry)
+    hint = f" Did you mean {close!r}?" if close else ""
     raise ValueError(
         f"{kind} {name!r} is not registered.{hint} Registered: {', '.join(sorted(registry))}. "
         f"Register your own with @{decorator}({name!r}) in a module named by actor_rollout_ref.model.external_lib."

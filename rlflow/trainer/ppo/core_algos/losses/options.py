@@ -1,18 +1,20 @@
 """Options of policy losses, read from the actor config.
 
 A loss gets the whole actor config. Its own options live in `actor.policy_loss`; those that the reference reads from
-`actor` itself (`tau_pos`, `clip_ratio_c`, ...) are found in either place, `policy_loss` first.
+`actor` itself (`tau_pos`, `clip_ratio_c`, ...) are found in either place, `policy_loss` first. Config and `policy_loss`
+may be objects with attributes or mappings (a plain dict in a script or a test).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
 def option(config: Any, name: str, default: Any = None) -> Any:
     """`config.policy_loss.<name>`, else `config.<name>`, else `default`; null counts as not set."""
-    for node in (getattr(config, "policy_loss", None), config):
-        value = getattr(node, name, None)
+    for node in (_read(config, "policy_loss"), config):
+        value = _read(node, name)
         if value is not None:
             return value
     return default
@@ -37,4 +39,8 @@ def clip_bounds(config: Any) -> tuple[float, float]:
 
 def global_counts(config: Any) -> dict[str, Any]:
     """Arguments of `agg_loss` that the engine knows (`config.global_batch_info`); {}: the counts of this batch."""
-    return dict(getattr(config, "global_batch_info", None) or {})
+    return dict(_read(config, "global_batch_info") or {})
+
+
+def _read(node: Any, name: str) -> Any:
+    return node.get(name) if isinstance(node, Mapping) else getattr(node, name, None)

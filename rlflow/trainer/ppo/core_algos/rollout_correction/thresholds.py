@@ -119,7 +119,7 @@ def _positive(item: float | str, key: str) -> float:
     except ValueError:
         raise ValueError(f"{key}={item!r} is not a number") from None
     if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{key}={item!r} must be more than 0")
+        raise ValueError(f"{key}={item!r} must be a finite number, more than 0")
     return value
 
 
