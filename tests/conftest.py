@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+# Runs in other processes would leave their numbers in the working directory.
+os.environ.setdefault("RLFLOW_FILE_LOGGER_ROOT", tempfile.mkdtemp(prefix="rlflow_test_numbers_"))
 
 from collections.abc import Iterator
 from pathlib import Path
