@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.utils.nested import is_nested, nested_lengths, nested_values
+from rlflow.utils.nested import is_nested, nested_row_sums, nested_values
 
 # Stages whose work is per token of the whole batch; `gen` is per token of the responses.
 PER_TOKEN_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
@@ -57,9 +57,7 @@ def valid_tokens(field: Tensor, mask: Tensor) -> Tensor:
 
 def row_sums(field: Tensor) -> Tensor:
     """Sum of each row, float [B], of a dense or jagged field (empty rows: 0)."""
-    if not is_nested(field):
-        return field.float().sum(-1)
-    return torch.segment_reduce(nested_values(field).float(), "sum", lengths=nested_lengths(field), initial=0.0)
+    return nested_row_sums(field) if is_nested(field) else field.float().sum(-1)
 
 
 @dataclass(frozen=True)
