@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ from rlflow.observe.journal import JOURNAL, METRICS, Journal, JsonLines, roll_ba
 from rlflow.utils.errors import ConfigError
 
 LOCK = "run.lock"
+# What the lock file says about its holder.
+LOCK_OWNER = re.compile(r"process (?P<pid>\d+) on (?P<node>\S+)")
 
 
 @dataclass

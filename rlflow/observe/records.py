@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from rlflow.observe.events import Event, Journal
+from rlflow.observe.recorder import LOCK, LOCK_OWNER
 from rlflow.utils.errors import RlflowError
 
 EVENTS = "events.jsonl"
@@ -44,8 +45,6 @@ SERIES = (
     "advantages",
     "returns",
 )
-LOCK = "run.lock"
-LOCK_OWNER = re.compile(r"process (?P<pid>\d+) on (?P<node>\S+)")
 _TRAJECTORY_FILE = re.compile(r"^(val_)?(\d+)\.jsonl$")
 
 

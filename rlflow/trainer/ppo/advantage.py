@@ -65,6 +65,11 @@ _SOURCES = {
 }
 
 
+def needed_fields(name: str) -> tuple[str, ...]:
+    """The fields that the built-in estimator `name` cannot do without."""
+    return tuple(field for field in READ_FIELDS.get(name, ()) if field in _SOURCES)
+
+
 def compute_advantages(
     keys: list[str],
     data: Any,
@@ -194,8 +199,8 @@ def _refuse_shape(name: str, what: str, value: Any, expected: Sequence[int]) -> 
 
 
 def _refuse_missing_fields(name: str, data: Any) -> None:
-    for field in READ_FIELDS.get(name, ()):
-        if field in _SOURCES and field not in data.keys():  # noqa: SIM118
+    for field in needed_fields(name):
+        if field not in data.keys():  # noqa: SIM118
             raise ContractError(f"adv_estimator={name} reads {field}, but {_SOURCES[field]}")
 
 

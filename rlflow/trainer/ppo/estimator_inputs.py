@@ -25,8 +25,6 @@ from rlflow.trainer.ppo.reward_values import reward_number
 from rlflow.transfer_queue import KVBatchMeta
 
 KEYS = "algorithm.gdpo_reward_keys"
-# Fields that a built-in estimator cannot do without, for the check at start-up.
-NEEDED_FIELDS = {"gae": ("values",), **dict.fromkeys(OPTIMAL_TOKEN_BASELINES, ("old_log_probs", "sum_pi_squared"))}
 
 
 def wants_sum_pi_squared(config: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rlflow.trainer.ppo.batch_columns import BatchColumns
+from rlflow.trainer.ppo.core_algos.optimal_token_baseline import squared_score_norms
 from rlflow.trainer.ppo.step_metrics import (
     Rows,
     compute_log_prob_metrics,
@@ -145,11 +146,10 @@ def compute_variance_proxy_metrics(batch: Any, gradient_norm: float | None = Non
     if not rows.any():
         return {}
     valid = valid[rows]
-    w = 1 - 2 * columns.dense("old_log_probs")[rows].exp() + columns.dense("sum_pi_squared")[rows]
-    if "rollout_is_weights" in columns:
-        w = w * columns.dense("rollout_is_weights")[rows].square()
-    # where, not a product: what stands behind a row may be NaN. A squared norm, so negative by rounding only.
-    w_rows = torch.where(valid, w, 0.0).sum(-1).clamp(min=0.0)
+    old_log_probs, squares = (columns.dense(name)[rows] for name in ("old_log_probs", "sum_pi_squared"))
+    rho = columns.dense("rollout_is_weights")[rows] if "rollout_is_weights" in columns else None
+    # A squared norm, so negative by rounding only.
+    w_rows = squared_score_norms(old_log_probs, squares, valid, rho).sum(-1).clamp(min=0.0)
     advantages = torch.where(valid, columns.dense("advantages")[rows], 0.0).sum(-1) / valid.sum(-1)
     power = (advantages.square() * w_rows).mean().item()
     signal = 0.0 if gradient_norm is None else float(gradient_norm) ** 2

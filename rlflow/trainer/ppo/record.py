@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rlflow.trainer.ppo.estimator_inputs import NEEDED_FIELDS, optional_fields, wants_sum_pi_squared
+from rlflow.trainer.ppo.advantage import needed_fields
+from rlflow.trainer.ppo.estimator_inputs import optional_fields, wants_sum_pi_squared
 from rlflow.trainer.ppo.field_table import StageFields, check_stage_table, stage_table
 from rlflow.trainer.ppo.off_policy import corrected_fields, is_bypassed
 
@@ -31,7 +32,7 @@ def declared_stages(trainer: PPOTrainer, fused: bool) -> dict[str, StageFields]:
         corrected=corrected_fields(config),
         bypassed=is_bypassed(config),
         fused=fused,
-        estimator_needs=NEEDED_FIELDS.get(config.algorithm.adv_estimator, ()),
+        estimator_needs=needed_fields(config.algorithm.adv_estimator),
         estimator_reads=optional_fields(config),
     )
     check_stage_table(stages)

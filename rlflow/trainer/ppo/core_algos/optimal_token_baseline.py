@@ -27,10 +27,10 @@ from rlflow.utils.groupwise import segment_sum
 from rlflow.utils.torch_functional import at_least_fp32
 
 
-def accumulated_score_norms(
+def squared_score_norms(
     old_log_probs: Tensor, sum_pi_squared: Tensor, valid: Tensor, rollout_is_weights: Tensor | None = None
 ) -> Tensor:
-    """W_t m_t [B, T]: running sum over valid tokens of the squared norm of the score, 0 outside the mask.
+    """w_t m_t [B, T]: squared norm of the score of each valid token, 0 outside the mask.
 
     Args:
         old_log_probs: [B, T]; -inf is a token of probability 0.
@@ -41,7 +41,12 @@ def accumulated_score_norms(
     norms = 1.0 - 2.0 * at_least_fp32(old_log_probs).exp() + at_least_fp32(sum_pi_squared)
     if rollout_is_weights is not None:
         norms = norms * at_least_fp32(rollout_is_weights).square()
-    return torch.where(valid, norms, 0.0).cumsum(-1).masked_fill_(~valid, 0.0)
+    return torch.where(valid, norms, 0.0)
+
+
+def _accumulated(norms: Tensor, valid: Tensor) -> Tensor:
+    """W_t m_t [B, T]: running sum of w over valid tokens, 0 outside the mask."""
+    return norms.cumsum(-1).masked_fill_(~valid, 0.0)
 
 
 def _baselines(
@@ -99,7 +104,7 @@ def compute_optimal_token_baseline_advantage(
     """
     valid, group = response_mask.bool(), group_index(index, response_mask.device)
     returns = rewards_to_go(token_level_rewards, response_mask)
-    weights = accumulated_score_norms(old_log_probs, sum_pi_squared, valid, rollout_is_weights)
+    weights = _accumulated(squared_score_norms(old_log_probs, sum_pi_squared, valid, rollout_is_weights), valid)
     baselines = _baselines(returns, weights, valid.sum(-1), group, epsilon, handle_zero_tail)
     baselines = _without_groups_of_one(baselines, group, torch.ones_like(group, dtype=torch.bool))
     return torch.where(valid, returns - baselines, 0.0), returns
@@ -125,7 +130,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     valid, group = response_mask.bool(), group_index(index, response_mask.device)
     lengths = valid.sum(-1)
     returns = rewards_to_go(token_level_rewards, response_mask)
-    weights = accumulated_score_norms(old_log_probs, sum_pi_squared, valid, rollout_is_weights)
+    weights = _accumulated(squared_score_norms(old_log_probs, sum_pi_squared, valid, rollout_is_weights), valid)
     # The k-th valid token of a row goes to column k; what lies behind the last one stays 0.
     columns = torch.arange(valid.shape[1], device=valid.device) < lengths.unsqueeze(1)
     empty = torch.zeros_like(returns)
