@@ -165,9 +165,9 @@ class TransferQueueClient:
 
     async def _read(self, location: Location) -> dict[str, Column] | None:
         """The columns in key order; None when a block is gone."""
-        units = sorted({unit for unit, _ in location.blocks})
-        unit_of = np.array([unit for unit, _ in location.blocks], np.int64)
-        block_ids = [block_id for _, block_id in location.blocks]
+        units = sorted({unit for unit, _, _ in location.blocks})
+        unit_of = np.array([unit for unit, _, _ in location.blocks], np.int64)
+        block_ids = [block_id for _, block_id, _ in location.blocks]
         size = len(location.keys)
         parts: dict[str, list[tuple[np.ndarray, Column]]] = {name: [] for name in location.cells}
         requests = []

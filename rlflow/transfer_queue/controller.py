@@ -112,7 +112,7 @@ class TransferQueueController:
         except BaseException:
             # The block is in storage but will never be committed.
             if head is not None:
-                self._host.free({head.unit: [(head.block_id, None)]})
+                self._host.free({head.unit: [head.block_id]})
             raise
         if self._table.version(partition_id) != version:
             self._changed(partition_id)

@@ -4,7 +4,7 @@ A backend has two sides. The `StorageHost` lives beside the controller: it creat
 cell any more. Its `endpoint` travels to each client, which makes a `StorageClient` of it to write and read blocks.
 
 Invariants
-    - A block is written once and never changed. Freeing its last column forgets it.
+    - A block is written once and never changed. It is freed as a whole, when none of its cells is in a row any more.
     - A unit copies what it is given, so it pins no shared memory and no message buffer.
 
 `SimpleStorage` keeps blocks in Ray actors; `Local` keeps them in the process of the table (one process, no Ray).
@@ -24,7 +24,7 @@ from rlflow.transfer_queue.column import Column, FieldHead, gather, head_of, own
 from rlflow.transfer_queue.ports import RayPort
 from rlflow.utils.errors import ConfigError
 
-Garbage = Mapping[int, Sequence[tuple[str, Sequence[str] | None]]]
+Garbage = Mapping[int, Sequence[str]]
 Cells = dict[str, tuple[np.ndarray, np.ndarray]]
 DataParser = Callable[[dict[str, list[Any]]], dict[str, Any]]
 
@@ -61,14 +61,10 @@ class StorageUnit:
             result[name] = gather(dense, np.searchsorted(used, which), places)
         return result
 
-    def free(self, garbage: Sequence[tuple[str, Sequence[str] | None]]) -> None:
-        """Forget these columns; None for the fields means the whole block. Unknown ones are ignored."""
-        for block_id, names in garbage:
-            block = self._blocks.get(block_id, {})
-            for name in list(block) if names is None else names:
-                block.pop(name, None)
-            if not block:
-                self._blocks.pop(block_id, None)
+    def free(self, block_ids: Sequence[str]) -> None:
+        """Forget these blocks; unknown ones are ignored."""
+        for block_id in block_ids:
+            self._blocks.pop(block_id, None)
 
     def stats(self) -> dict[str, int]:
         """Number of blocks and bytes held."""
@@ -86,7 +82,7 @@ class StorageHost(ABC):
 
     @abstractmethod
     def free(self, garbage: Garbage) -> None:
-        """Free block columns, {unit: [(block id, fields)]}, without waiting."""
+        """Free blocks, {unit: [block id]}, without waiting."""
 
     @abstractmethod
     async def stats(self) -> list[dict[str, int]]:
@@ -197,7 +193,7 @@ class SimpleStorageClient(StorageClient):
         return await self._units[unit].call("read", list(block_ids), cells)
 
     def discard(self, unit: int, block_id: str) -> None:
-        self._units[unit].notify("free", [(block_id, None)])
+        self._units[unit].notify("free", [block_id])
 
 
 # -- Local: this process ---------------------------------------------------------------------------
@@ -240,7 +236,7 @@ class LocalStorageClient(StorageClient):
         return self._unit.read(block_ids, cells)
 
     def discard(self, unit: int, block_id: str) -> None:
-        self._unit.free([(block_id, None)])
+        self._unit.free([block_id])
 
 
 register_storage_backend("SimpleStorage", SimpleStorageHost, SimpleStorageClient)

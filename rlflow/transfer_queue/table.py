@@ -3,7 +3,7 @@
 Invariants
     - Each method checks first and changes afterwards: an error leaves the table as it was.
     - A tag is never changed in place but replaced, so that a reply built from it can be serialised while writers go on.
-    - `garbage` holds the block columns without a live cell; whoever called a method frees them.
+    - `garbage` holds the blocks without a live cell; whoever called a method frees them.
     - Finding what changed since a version costs as much as has changed, not as much as is held.
 """
 
@@ -33,21 +33,31 @@ Tag = dict[str, Any]
 MAX_TOMBSTONES = 200_000
 
 
+# Where a storage backend keeps a block. The table only hands it on; plain values, so that a checkpoint can hold it.
+Extent = tuple[int, ...]
+
+
 @dataclass(slots=True)
 class BlockHead:
-    """What a put wrote: the commit that makes it visible."""
+    """What a put wrote: the commit that makes it visible.
+
+    Attributes:
+        unit: the storage unit that holds the block.
+        block_id: "{writer}:{number}", unique in the table.
+        fields: what each column is.
+        extent: where the backend keeps it; None when the id is enough to find it.
+    """
 
     unit: int
     block_id: str
     fields: dict[str, FieldHead]
+    extent: Extent | None = None
 
 
 @dataclass(slots=True)
 class _Block:
-    unit: int
-    block_id: str
-    fields: dict[str, FieldHead]
-    live: dict[str, int]
+    head: BlockHead
+    live: int  # cells of any field that are still in a row
 
 
 @dataclass(slots=True)
@@ -115,14 +125,14 @@ class Location:
     Attributes:
         keys: the keys found, in the order asked for.
         unknown: keys that do not exist (never with `strict`).
-        blocks: (storage unit, block id).
+        blocks: (storage unit, block id, extent).
         cells: per field, for each key its number in `blocks` and its row in the block.
         ragged: per field the ragged row dimension, where known.
     """
 
     keys: list[str]
     unknown: list[str]
-    blocks: list[tuple[int, str]]
+    blocks: list[tuple[int, str, Extent | None]]
     cells: dict[str, tuple[np.ndarray, np.ndarray]]
     ragged: dict[str, int | None]
 
@@ -142,7 +152,7 @@ class Table:
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
-        self.garbage: dict[int, list[tuple[str, list[str]]]] = {}
+        self.garbage: dict[int, list[str]] = {}
         self._partitions: dict[str, _Partition] = {}
         self._row_count = 0
         self._next_index = 0
@@ -210,7 +220,7 @@ class Table:
         return PutReply([row.tag for row in rows], sorted(_common_fields(rows)))
 
     def _place(self, partition: _Partition, rows: Sequence[_Row], head: BlockHead) -> None:
-        block = _Block(head.unit, head.block_id, head.fields, dict.fromkeys(head.fields, len(rows)))
+        block = _Block(head, len(head.fields) * len(rows))
         for name, new in head.fields.items():
             known = partition.fields.setdefault(name, _Field(new.dtype))
             known.observe(new)
@@ -228,9 +238,9 @@ class Table:
         known.cells -= 1
         if known.cells == 0:
             del partition.fields[name]
-        block.live[name] -= 1
-        if block.live[name] == 0:
-            self.garbage.setdefault(block.unit, []).append((block.block_id, [name]))
+        block.live -= 1
+        if block.live == 0:
+            self.garbage.setdefault(block.head.unit, []).append(block.head.block_id)
 
     def clear(self, keys: Sequence[str], partition_id: str) -> int:
         """Delete rows whatever fields they have; unknown keys are ignored. Returns how many rows went."""
@@ -254,8 +264,8 @@ class Table:
         self._forget_old_tombstones(partition)
         return len(gone)
 
-    def take_garbage(self) -> dict[int, list[tuple[str, list[str]]]]:
-        """The block columns to free, by storage unit; they are the caller's from now on."""
+    def take_garbage(self) -> dict[int, list[str]]:
+        """Ids of the blocks to free, by storage unit; they are the caller's from now on."""
         garbage, self.garbage = self.garbage, {}
         return garbage
 
@@ -376,7 +386,7 @@ class Table:
     def _locate_cells(
         self, partition_id: str, keys: list[str], unknown: list[str], rows: Sequence[_Row], names: Sequence[str]
     ) -> Location:
-        blocks: list[tuple[int, str]] = []
+        blocks: list[tuple[int, str, Extent | None]] = []
         number_of: dict[int, int] = {}
         cells = {}
         for name in names:
@@ -386,7 +396,7 @@ class Table:
                 number = number_of.get(id(block))
                 if number is None:
                     number = number_of[id(block)] = len(blocks)
-                    blocks.append((block.unit, block.block_id))
+                    blocks.append((block.head.unit, block.head.block_id, block.head.extent))
                 which.append(number)
                 places.append(place)
             cells[name] = (np.array(which, np.int32), np.array(places, np.int32))
@@ -405,8 +415,8 @@ class Table:
         fields = {}
         for name in sorted(_common_fields(rows)):
             cells = [row.cells[name] for row in rows]
-            shapes = [row_shapes(block.fields[name].shapes[place : place + 1])[0] for block, place in cells]
-            fields[name] = (cells[0][0].fields[name].dtype, shapes)
+            shapes = [row_shapes(block.head.fields[name].shapes[place : place + 1])[0] for block, place in cells]
+            fields[name] = (cells[0][0].head.fields[name].dtype, shapes)
         return {"indexes": [row.index for row in rows], "tags": [row.tag for row in rows], "fields": fields}
 
     def keys_of(self, indexes: Sequence[int]) -> list[tuple[str, str]]:
