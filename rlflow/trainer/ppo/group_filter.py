@@ -19,7 +19,7 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import rlflow.transfer_queue as tq
@@ -110,6 +110,10 @@ class GroupFilter:
             elif in_flight == 0:
                 raise RewardError(self._too_few())
         return None
+
+    def reissued(self, uids: Sequence[str]) -> None:
+        """These prompts lost their trajectories and are in flight again."""
+        self._kept.difference_update(uids)
 
     @property
     def kept(self) -> int:

@@ -6,6 +6,7 @@ Invariants
       only on what was submitted, not on the order in which sessions happened to end.
     - After `sample` the prompt markers of the returned groups are gone; their trajectories stay until the
       trainer clears them.
+    - A group that lost a row with a storage unit is not returned: its prompt is issued again.
 
 Lifecycle of a prompt marker:  pending -> running -> finished | failure -> (sampled: deleted)
 """
@@ -24,6 +25,7 @@ from rlflow.utils.errors import ContractError, DeadlineError
 
 if TYPE_CHECKING:
     from rlflow.trainer.ppo.group_filter import GroupFilter
+    from rlflow.trainer.ppo.issued_prompts import LostGroups
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,7 @@ class ReplayBuffer:
         on_progress: called with (finished, wanted) prompt groups while waiting.
         on_ended: called with (partition, uid, marker tag) when a prompt was seen to end, maybe more than once.
         group_filter: drops train groups without a signal and asks for others.
+        lost_groups: has prompts issued again whose rows were lost.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class ReplayBuffer:
         on_progress: Callable[[int, int], None] | None = None,
         on_ended: Callable[[str, str, dict[str, Any]], None] | None = None,
         group_filter: GroupFilter | None = None,
+        lost_groups: LostGroups | None = None,
     ) -> None:
         self.trainer_mode = trainer_mode
         self.stall_timeout_s = stall_timeout_s
@@ -126,6 +130,7 @@ class ReplayBuffer:
         self._on_progress = on_progress
         self._on_ended = on_ended
         self._group_filter = group_filter
+        self._lost_groups = lost_groups
         self._views: dict[str, PartitionView] = {}
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
@@ -170,7 +175,7 @@ class ReplayBuffer:
     ) -> list[str]:
         last_change = time.monotonic()
         while True:
-            ended = self._ended(view)
+            ended = self._without_lost(view, self._ended(view), sieve)
             if sieve is None:
                 groups = ended[:batch_size] if len(ended) >= batch_size else None
             else:
@@ -182,6 +187,8 @@ class ReplayBuffer:
             changes = view.wait(timeout_s=min(WAKE_EVERY_S, self.stall_timeout_s))
             if changes:
                 last_change = time.monotonic()
+                if self._lost_groups is not None:
+                    self._lost_groups.observe(changes)
                 self._report_ended(partition_id, changes)
                 continue
             # The report also asks the agent workers for a sign of life, so that their death ends the run here.
@@ -202,6 +209,14 @@ class ReplayBuffer:
             if tag["status"] in ENDED:
                 ended.append((tag.get("global_steps", 0), natural_order(uid), uid))
         return [uid for _, _, uid in sorted(ended)]
+
+    def _without_lost(self, view: PartitionView, ended: list[str], sieve: GroupFilter | None) -> list[str]:
+        if self._lost_groups is None:
+            return ended
+        again = self._lost_groups.restart(view, ended)
+        if again and sieve is not None:
+            sieve.reissued(again)
+        return [uid for uid in ended if uid not in again]
 
     def _report_ended(self, partition_id: str, changes: dict[str, dict[str, Any] | None]) -> None:
         if self._on_ended is None:

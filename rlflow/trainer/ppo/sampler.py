@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlflow.trainer.ppo.group_filter import GroupFilter, max_prompts
+from rlflow.trainer.ppo.issued_prompts import LostGroups
 from rlflow.trainer.ppo.replay_buffer import ReplayBuffer
 from rlflow.utils.import_utils import load_extern_object
 
@@ -34,6 +35,7 @@ def build_replay_buffer(trainer: PPOTrainer) -> Any:
         on_progress=lambda done, total: trainer.on_progress(done, total) if trainer.on_progress else None,
         on_ended=trainer.prompt_ended,
         group_filter=_group_filter(trainer) if filtered else None,
+        lost_groups=LostGroups(trainer.reissue),
     )
 
 

@@ -39,6 +39,7 @@ from rlflow.trainer.ppo.core_algos import get_kl_controller
 from rlflow.trainer.ppo.dumps import DumpWriter
 from rlflow.trainer.ppo.feed import PromptFeed
 from rlflow.trainer.ppo.field_table import StageFields
+from rlflow.trainer.ppo.issued_prompts import IssuedPrompts
 from rlflow.trainer.ppo.metric_utils import marked_timer
 from rlflow.trainer.ppo.replay_buffer import uid_of
 from rlflow.trainer.ppo.runtime import Runtime, build_runtime
@@ -100,6 +101,7 @@ class PPOTrainer(ABC):  # noqa: B024
         self.global_steps = 0
         self.stage_fields: dict[str, StageFields] = {}
         self._open_prompts: dict[str, str] = {}
+        self._issued = IssuedPrompts()
         self._pulse = Pulse()
         self.on_progress: Callable[[int, int], None] | None = None
 
@@ -143,6 +145,15 @@ class PPOTrainer(ABC):  # noqa: B024
     def refill(self, prompts: int) -> None:
         """Submit more prompts of the current step, in place of dropped ones."""
         self._submit(self.feed.next_train_batch(self.global_steps, prompts))
+
+    def reissue(self, partition: str, uids: list[str]) -> None:
+        """Submit prompts once more whose trajectories were lost with a storage unit."""
+        shown = ", ".join(uids[:8])
+        text = f"a TransferQueue storage unit died; {len(uids)} prompts start again: {shown}"
+        logger.error("%s", text)
+        self.recorder.event("restart", self.global_steps, what=f"prompts of {partition}", text=text)
+        for batch in self._issued.batches(uids):
+            self._submit(batch)
 
     def prompt_dropped(self, uid: str, reason: str) -> None:
         """A prompt of this step will not be trained on."""
@@ -251,10 +262,12 @@ class PPOTrainer(ABC):  # noqa: B024
         tq.kv_clear(batch.keys, batching.partition_of(batch))
         uids = list(dict.fromkeys(uid_of(batch.keys[row]) for row in batching.real_rows(batch)))
         self.recorder.trained(self.global_steps, uids, len(batch), version=self.global_steps)
+        self._issued.forget(uids)
         for uid in uids:
             self._open_prompts.pop(uid, None)
         for uid, reason in self._open_prompts.items():
             self.recorder.dropped(self.global_steps, [uid], reason)
+        self._issued.forget(self._open_prompts)
         self._open_prompts = {}
         self._log(metrics)
 
@@ -368,6 +381,7 @@ class PPOTrainer(ABC):  # noqa: B024
         if partition == "train":
             self._open_prompts.update(dict.fromkeys(uids, "its end was not seen"))
         self.recorder.issued(self.global_steps, partition, uids, sessions, version)
+        self._issued.add(batch, uids)
         self.agent_loop_manager.generate_sequences(batch)
 
     def _validate(self) -> Metrics:
