@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+sys.path[:0] = [str(Path(__file__).parents[depth]) for depth in (0, 1, 2)]
 
 from tiny import configs, make_batch, with_values  # noqa: E402
 

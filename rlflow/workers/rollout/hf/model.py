@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlflow.checkpoint_engine.checksum import combine, tensor_digest
+from rlflow.utils.attention_needs import AttentionCalls
 from rlflow.utils.errors import ConfigError, WeightSyncError
 from rlflow.utils.import_utils import import_external_libs
 from rlflow.workers.rollout.hf.kv_cache import (
@@ -81,6 +82,7 @@ class ServedModel:
         self.weights_dtype = weights_dtype
         self.eos_token_ids = eos_token_ids
         self.kv_shape = KVShape.from_config(model.config)
+        self._attention_calls = AttentionCalls.needed_by(model.config)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         # Tied weights appear under all of their names; each name leads to the same tensor.
         self._targets: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
@@ -99,10 +101,12 @@ class ServedModel:
     def prefill(self, input_ids: Tensor, position_ids: Tensor, step: Any) -> None:
         """Fill the cache; no logits are computed. input_ids, position_ids int64 [1, tokens]."""
         self.module.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_step=step)
+        self._attention_calls.require(step.calls, type(self.module).__name__)
 
     def decode(self, input_ids: Tensor, position_ids: Tensor, step: Any) -> Tensor:
         """Logits [n, vocab] of the next token of each slot. input_ids, position_ids int64 [n, 1]."""
         out = self.module(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_step=step)
+        self._attention_calls.require(step.calls, type(self.module).__name__)
         return out.logits[:, -1]
 
     def load(self, name: str, tensor: Tensor) -> None:
