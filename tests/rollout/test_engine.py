@@ -8,7 +8,6 @@ import time
 import pytest
 import rollout_tiny as tiny
 import torch
-
 from model_families import FAMILIES, tiny_model
 
 from rlflow.utils.errors import ConfigError, ContractError, DeadlineError

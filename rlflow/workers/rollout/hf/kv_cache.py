@@ -14,8 +14,8 @@ One forward of the model is described by a step object, which travels to the att
     PrefillStep   whole prompts behind one another         query [1, heads, tokens, d]
 
 The attention function is registered with transformers under `ATTENTION_NAME`; a model whose attention needs anything
-that it does not do (sinks, chunks, ...) is refused by `check_attention_support`. A layer with a sliding window keeps all
-keys like any other and looks at the last ones.
+that it does not do (sinks, chunks, ...) is refused by `check_attention_support`. A layer with a sliding window keeps
+all keys like any other and looks at the last ones.
 """
 
 from __future__ import annotations
