@@ -89,12 +89,13 @@ def configs(
     optimizer: str = "SGD",
     lr: float = 0.5,
     recompute: bool = True,
+    model: dict[str, object] | None = None,
     **engine: object,
 ) -> tuple[HFModelConfig, FSDPEngineConfig, FSDPOptimizerConfig]:
     options: dict[str, object] = {"dtype": dtype, "max_token_len_per_gpu": 4096} | engine
     extra = {} if optimizer != "SGD" else {"override_optimizer_config": {"fused": False}}
     return (
-        HFModelConfig(path=path, enable_gradient_checkpointing=recompute),
+        HFModelConfig(path=path, enable_gradient_checkpointing=recompute, **(model or {})),  # type: ignore[arg-type]
         FSDPEngineConfig(**options),  # type: ignore[arg-type]
         FSDPOptimizerConfig(
             lr=lr, optimizer=optimizer, weight_decay=0.0, clip_grad=None, total_training_steps=10, **extra

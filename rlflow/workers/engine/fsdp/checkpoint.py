@@ -42,15 +42,16 @@ logger = logging.getLogger(__name__)
 # ---- model and optimizer ---------------------------------------------------------------------------------------------
 
 
-def _named_params(module: PackedModel) -> Iterator[tuple[str, Tensor]]:
+def _named_params(module: PackedModel, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     for name, param in module.named_parameters():
-        yield hf_name(name), param
+        if param.requires_grad or not trained_only:
+            yield hf_name(name), param
 
 
-def load_model(module: PackedModel, folder: Path) -> None:
-    """Read the weights. `CheckpointError` names what is missing or superfluous."""
+def load_model(module: PackedModel, folder: Path, lora_only: bool = False) -> None:
+    """Read the weights, or the adapters. `CheckpointError` names what is missing or superfluous."""
     with ShardReader(folder) as reader:
-        wanted = dict(_named_params(module))
+        wanted = dict(_named_params(module, lora_only))
         missing, extra = sorted(set(wanted) - set(reader.tensors)), sorted(set(reader.tensors) - set(wanted))
         if missing or extra:
             raise CheckpointError(
@@ -185,13 +186,15 @@ def save_state(
     *,
     contents: Iterable[str],
     global_step: int,
+    lora_only: bool = False,
 ) -> None:
-    """Write "model", "optimizer" and "extra" of `contents`. *Collective.*"""
+    """Write "model", "optimizer" and "extra" of `contents`; `lora_only` leaves frozen weights out. *Collective.*"""
     contents = set(contents)
+    lora_only = lora_only and module.adapter_config is not None
     reshard(module)
     folder.mkdir(parents=True, exist_ok=True)
     if "model" in contents:
-        save_shards(_named_params(module), folder / "model")
+        save_shards(_named_params(module, lora_only), folder / "model")
     if "optimizer" in contents and optimizer is not None:
         save_optimizer(module, optimizer, folder / "optimizer")
     if "extra" in contents:
@@ -202,6 +205,7 @@ def save_state(
             "world_size": dist.get_world_size(),
             "global_step": global_step,
             "contents": sorted(contents),
+            "lora_only": lora_only,
         }
         write_json(folder / "meta.json", meta)
     dist.barrier()
@@ -229,7 +233,7 @@ def load_state(
         )
     reshard(module)
     if "model" in contents:
-        load_model(module, folder / "model")
+        load_model(module, folder / "model", bool(meta.get("lora_only")))
     if "optimizer" in contents and optimizer is not None:
         load_optimizer(module, optimizer, folder / "optimizer")
     if "extra" in contents:

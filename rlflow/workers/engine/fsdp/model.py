@@ -16,6 +16,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from rlflow.utils.import_utils import import_external_libs
 from rlflow.workers.engine.fsdp.families import check_model_support, final_softcap
 from rlflow.workers.engine.fsdp.inputs import ModelInputs
 from rlflow.workers.engine.fsdp.log_prob import TokenStats, chunk_rows, linear_log_probs
+from rlflow.workers.engine.fsdp.lora import add_adapter
+from rlflow.workers.engine.fsdp.moe import RouterLoad
 from rlflow.workers.engine.fsdp.packed_attention import ATTENTION_NAME, LAYOUT_KWARG, register_attention
 
 logger = logging.getLogger(__name__)
@@ -69,22 +72,32 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf_model = hf_model
         self.attention_calls = AttentionCalls.needed_by(hf_model.config.get_text_config())
+        self.adapter_config: Any = None  # of PEFT, in a model with adapters
+        self.routers = RouterLoad.of(hf_model)
 
     @property
     def exact_parts(self) -> Sequence[nn.Module]:
         """Modules that compute in fp32 whatever the precision of the rest; each must be called as a module."""
         return ()
 
+    @property
+    def head_name(self) -> str | None:
+        """Name in `hf_model` of a head that no checkpoint of a causal LM has: it is trained beside adapters too."""
+        return None
+
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Last hidden states [N, h] where the predictions are made."""
         inputs.layout.calls = AttentionCalls()
-        hidden = self.hf_model.base_model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=None,
-            use_cache=False,
-            **{LAYOUT_KWARG: inputs.layout},
-        ).last_hidden_state
+        # Padding, and the token of a rank without rows, are routed too, but are no load.
+        counts = torch.is_grad_enabled() and not inputs.layout.dense and inputs.labels.numel() > 0
+        with nullcontext() if self.routers is None else self.routers.recording(counts):
+            hidden = self.hf_model.base_model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                attention_mask=None,
+                use_cache=False,
+                **{LAYOUT_KWARG: inputs.layout},
+            ).last_hidden_state
         self.attention_calls.require(inputs.layout.calls, type(self.hf_model).__name__)
         return hidden.flatten(0, 1).index_select(0, inputs.predict_index)
 
@@ -229,10 +242,15 @@ def build_module(
     if reader:
         warn_if_bf16_is_slow(engine_config, device)
     module = load(dtype, reader)
+    if model_config.uses_lora and not engine_config.forward_only:
+        module.adapter_config = add_adapter(
+            module.hf_model, model_config, seed=engine_config.seed, head=module.head_name, with_weights=reader
+        )
     if model_config.enable_gradient_checkpointing and not engine_config.forward_only:
         module.hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     full = {name: param.detach() for name, param in module.named_parameters()} if reader else {}
-    if mesh.size() == 1 and computes_as_stored(module, engine_config, dtype):
+    one_dtype = len({param.dtype for param in module.parameters()}) == 1
+    if mesh.size() == 1 and one_dtype and computes_as_stored(module, engine_config, dtype):
         # Nothing to gather, reduce or cast: fully_shard would copy all weights and gradients in every step.
         module.to(device)
     else:

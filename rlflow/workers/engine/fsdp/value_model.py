@@ -53,6 +53,10 @@ class ValueModel(PackedModel):
     def exact_parts(self) -> Sequence[nn.Module]:
         return (self.head,)
 
+    @property
+    def head_name(self) -> str:
+        return find_head(self.hf_model)[0]
+
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Values fp32 [N]."""
         # A copy: fully_shard hangs its backward hook on the output and warns about views.
