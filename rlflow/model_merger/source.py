@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 META = "meta.json"
 HF_FOLDER = "huggingface"
 MODEL_FOLDER = "model"
+ADAPTER_FOLDER = "lora_adapter"
 BEST = "best_checkpoint.json"
 
 
@@ -125,6 +126,12 @@ def open_source(folder: Path | str) -> Source:
         raise CheckpointError(
             f"{folder} holds {', '.join(meta['contents'])}, but no model shards to merge "
             f"(checkpoint.save_contents){other}"
+        )
+    if meta.get("lora"):
+        raise CheckpointError(
+            f"{folder} holds an adapter, which is not merged here: {folder / ADAPTER_FOLDER} has it for peft "
+            "(PeftModel.from_pretrained, then merge_and_unload), and with hf_model in checkpoint.save_contents "
+            f"{folder / HF_FOLDER} has the merged weights"
         )
     if not (folder / HF_FOLDER / "config.json").is_file():
         raise CheckpointError(f"{folder / HF_FOLDER / 'config.json'} is missing: nobody knows what model this is")

@@ -66,8 +66,8 @@ POLICY = (
     Entry("actor/lr", "learning rate after the step", combine=LAST),
     Entry(
         "{actor,critic}/moe/{max_vio,min_vio,avg_vio}/{max,avg}",
-        "mixture of experts: load x experts - 1 (0: even) of the most and the least asked expert of a layer, and its mean "
-        "absolute value; the largest and the mean over layers (with `use_remove_padding`)",
+        "mixture of experts: load x experts - 1 (0: even) of the most and the least asked expert of a layer, and its "
+        "mean absolute value; the largest and the mean over layers (with `use_remove_padding`)",
         combine=AS_NAMED,
         alarming="max_vio grows: few experts do the work",
     ),

@@ -205,6 +205,7 @@ def save_state(
             "world_size": dist.get_world_size(),
             "global_step": global_step,
             "contents": sorted(contents),
+            "lora": module.adapter_config is not None,
             "lora_only": lora_only,
         }
         write_json(folder / "meta.json", meta)
