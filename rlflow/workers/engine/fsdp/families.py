@@ -38,7 +38,7 @@ def check_model_support(hf_config: Any, model_class: type) -> None:
     if reasons:
         raise ConfigError(
             f"{model_class.__name__} cannot be trained by the FSDP engine of this version: {'; '.join(reasons)}. "
-            "docs/models.md lists the families that are tested, as Llama, Qwen2, Qwen3, Mistral, Gemma 2 and SmolLM2."
+            "docs/models.md lists what works, such as Llama, Qwen2.5, Qwen3, Mistral, Gemma 2 and 3 (text)."
         )
 
 
