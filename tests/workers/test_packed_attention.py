@@ -114,6 +114,22 @@ def test_windows_of_a_padded_batch(cap):
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (4, None), (None, 0.5), (4, 0.5)])
+@pytest.mark.parametrize("shared", [False, True], ids=["flash-attn where it is", "segments"])
+def test_windows_and_soft_caps_on_a_gpu(window, cap, shared):
+    rows = _shared([(7, [3, 9]), (5, [6])]) if shared else [Row(0, 9), Row(9, 30), Row(39, 2)]
+    total = sum(row.length for row in rows)
+    g = torch.Generator().manual_seed(1)
+    shapes = ((1, HEADS, total, 64), (1, KV_HEADS, total, 64), (1, KV_HEADS, total, 64))
+    qkv = [torch.randn(shape, generator=g).bfloat16() for shape in shapes]
+    layout = AttentionLayout.packed(rows, "cuda")
+    options = {"scaling": 0.3, "sliding_window": window, "softcap": cap, LAYOUT_KWARG: layout}
+    out, _ = packed_attention(_Module(), *(x.cuda() for x in qkv), None, **options)
+    expected = _reference(rows, *(x.float() for x in qkv), window, cap)
+    torch.testing.assert_close(out.float().cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
 def test_rows_with_gaps_are_refused():
     with pytest.raises(ContractError, match="without gaps"):
         AttentionLayout.packed([Row(0, 3), Row(4, 2)])
