@@ -8,9 +8,13 @@ import pytest
 import tiny
 import torch
 from rank_jobs import build, full_grads, full_params, gradient, loss_of, train
+from safetensors.torch import load_file, save_file
 from test_gradients import WAYS, _naive, _relative
 
 from rlflow.config import FSDPActorConfig
+from rlflow.model_merger.compare import compare
+from rlflow.model_merger.merge import MergeOptions, merge
+from rlflow.model_merger.verify import verify
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import CheckpointError, ConfigError
 
@@ -105,8 +109,6 @@ def test_the_policy_with_its_adapter_off_is_the_model_it_started_from(tiny_model
 
 def test_only_adapters_train_and_the_export_is_merged(tiny_model, adapter, merged_model):
     engine = build(tiny_model, model={"lora_adapter_path": adapter}, optimizer="AdamW", lr=1e-2)
-    from safetensors.torch import load_file
-
     merged = load_file(f"{merged_model}/model.safetensors")
     exported = full_params(engine)
     assert exported.keys() == merged.keys()
@@ -188,6 +190,24 @@ def test_a_whole_checkpoint_also_holds_the_frozen_weights(tiny_model, tmp_path):
     build(tiny_model, load=str(tmp_path), **lora)
     with pytest.raises(CheckpointError, match="lora_A"):
         build(tiny_model, load=str(tmp_path))
+
+
+def test_a_merge_of_the_shards_is_the_merge_of_peft(tiny_model, adapter, merged_model, tmp_path):
+    lora = {"model": {"lora_adapter_path": adapter}}
+    build(tiny_model, **lora).save_checkpoint(str(tmp_path / "actor"))
+    options = MergeOptions(dtype="float32")
+    merge(tmp_path / "actor", tmp_path / "out", options)
+    written, expected = (load_file(f"{folder}/model.safetensors") for folder in (tmp_path / "out", merged_model))
+    assert written.keys() == expected.keys() and _relative(written, expected) < 1e-6
+    found = verify(tmp_path / "actor", tmp_path / "out", options)
+    assert found.passed and found.difference < 1e-4
+    assert compare(tmp_path / "actor", tmp_path / "out", tolerance=1e-5) == []
+    base = load_file(f"{tiny_model}/model.safetensors")
+    save_file(base, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    assert not verify(tmp_path / "actor", tmp_path / "out", options).passed
+    build(tiny_model, lora_only=True, **lora).save_checkpoint(str(tmp_path / "alone"))
+    with pytest.raises(CheckpointError, match="lora_adapter has it for peft"):
+        merge(tmp_path / "alone", tmp_path / "more", options)
 
 
 def test_a_critic_trains_its_adapter_and_its_head(tiny_model, tmp_path):

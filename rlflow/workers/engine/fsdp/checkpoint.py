@@ -33,6 +33,7 @@ from rlflow.checkpoint.shards import FORMAT, ShardReader, read_json, write_json,
 from rlflow.utils.device import get_device_name, get_torch_device
 from rlflow.utils.errors import CheckpointError
 from rlflow.workers.engine.fsdp.export import hf_name
+from rlflow.workers.engine.fsdp.lora import adapted_weights
 from rlflow.workers.engine.fsdp.model import PackedModel, reshard
 from rlflow.workers.engine.fsdp.shards import local_part, read_into, save_shards
 
@@ -205,9 +206,10 @@ def save_state(
             "world_size": dist.get_world_size(),
             "global_step": global_step,
             "contents": sorted(contents),
-            "lora": module.adapter_config is not None,
-            "lora_only": lora_only,
         }
+        if module.adapter_config is not None:
+            scaling = {name: part.scaling for name, part in adapted_weights(module.hf_model).items()}
+            meta["lora"] = {"only": lora_only, "scaling": scaling}
         write_json(folder / "meta.json", meta)
     dist.barrier()
 
@@ -234,7 +236,7 @@ def load_state(
         )
     reshard(module)
     if "model" in contents:
-        load_model(module, folder / "model", bool(meta.get("lora_only")))
+        load_model(module, folder / "model", bool((meta.get("lora") or {}).get("only")))
     if "optimizer" in contents and optimizer is not None:
         load_optimizer(module, optimizer, folder / "optimizer")
     if "extra" in contents:

@@ -27,10 +27,10 @@ def find_routers(hf_model: Any) -> list[tuple[nn.Module, int]]:
     Empty for a dense model, and for one that does not declare its routers to transformers.
     """
     recorder = (getattr(hf_model, "_can_record_outputs", None) or {}).get("router_logits")
-    target = getattr(recorder, "target_class", None)
-    if target is None:
+    if not hasattr(recorder, "target_class"):
         return []
-    return [(module, int(recorder.index)) for module in hf_model.modules() if isinstance(module, target)]
+    target, place = recorder.target_class, int(recorder.index)  # type: ignore[union-attr]
+    return [(module, place) for module in hf_model.modules() if isinstance(module, target)]
 
 
 class RouterLoad:
