@@ -47,6 +47,7 @@ class CheckpointConfig(BaseConfig):
 
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    save_lora_only: bool = False
 
     def __post_init__(self) -> None:
         known = {"model", "optimizer", "extra", "hf_model"}

@@ -10,6 +10,7 @@ import torch
 
 from rlflow.checkpoint.hf_weights import INDEX_FILE, SINGLE_FILE
 from rlflow.checkpoint.shards import ShardReader, read_json
+from rlflow.model_merger.adapters import open_shards
 from rlflow.model_merger.merge import BLOCK_BYTES, MergeOptions
 from rlflow.model_merger.model import check_names, model_kind
 from rlflow.model_merger.source import open_source
@@ -95,7 +96,7 @@ def compare(
         tie_word_embedding=tie,
         trust_remote_code=options.trust_remote_code,
     )
-    with ShardReader(source.model_folder) as shards, HfWeights(hf_folder) as weights:
+    with open_shards(source) as shards, HfWeights(hf_folder) as weights:
         wanted = check_names(kind, shards, tie_word_embedding=tie)
         saved_as = {name: name for name in wanted}
         if kind.config.get_text_config().tie_word_embeddings:

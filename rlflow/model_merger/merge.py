@@ -20,6 +20,7 @@ import torch
 from rlflow.checkpoint import PendingDirectory, fsync_tree
 from rlflow.checkpoint.hf_weights import MAX_FILE_BYTES, TensorSpec, write_weights
 from rlflow.checkpoint.shards import ShardReader, read_json
+from rlflow.model_merger.adapters import open_shards
 from rlflow.model_merger.model import ModelKind, check_names, model_kind
 from rlflow.model_merger.source import Source, open_source
 from rlflow.utils.errors import CheckpointError, ConfigError
@@ -91,7 +92,7 @@ def merge(folder: Path | str, target: Path | str, options: MergeOptions | None =
         tie_word_embedding=options.tie_word_embedding,
         trust_remote_code=options.trust_remote_code,
     )
-    with ShardReader(source.model_folder) as reader:
+    with open_shards(source) as reader:
         specs = _specs(kind, reader, options)
         pending = PendingDirectory(target)
         try:

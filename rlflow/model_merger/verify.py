@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlflow.model_merger.merge import DTYPES, MergeOptions
 from rlflow.model_merger.model import ModelKind, fill, model_kind
-from rlflow.model_merger.source import Source, open_source
+from rlflow.model_merger.source import ADAPTER_FOLDER, Source, open_source
 from rlflow.utils.errors import CheckpointError
 
 TOLERANCE = 1e-4
@@ -99,15 +99,30 @@ def _logits_of_shards(kind: ModelKind, source: Source, tokens: Tensor, dtype: to
             trust_remote_code=kind.trust_remote_code,
         )
     model.tie_weights()
-    named = dict(model.named_parameters()) | dict(model.named_buffers())
-    weights = {name: named[name].detach() for name in kind.shapes}
-    fill(source, weights)
+    fill(source, _weights(model, kind))
+    if source.meta.get("lora"):
+        model = _merged_by_peft(model, source)
+    weights = _weights(model, kind)
     model.eval()
     exact = model(input_ids=tokens).logits
     for weight in weights.values():
         if weight.is_floating_point():
             weight.copy_(weight.to(dtype))
     return exact, model(input_ids=tokens).logits
+
+
+def _weights(model: Any, kind: ModelKind) -> dict[str, Tensor]:
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: named[name].detach() for name in kind.shapes}
+
+
+def _merged_by_peft(model: Any, source: Source) -> Any:
+    """PEFT's own merge of the adapter beside the shards, so that a fault of ours does not hide in itself."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise CheckpointError("comparing a merged adapter needs peft: pip install 'rlflow[lora]'") from error
+    return PeftModel.from_pretrained(model, str(source.folder / ADAPTER_FOLDER)).merge_and_unload()
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
     TrainingWorker            one model (in `training_worker.py`)
     CriticWorker              the value model, a `TrainingWorker` (in `critic_worker.py`)
-    ActorRolloutRefWorker     the policy, its frozen reference and the sender of its weights, in one process
+    ActorRolloutRefWorker     the policy, its frozen reference (itself without its adapter, where it trains one) and the
+                              sender of its weights, in one process
 
 Invariants
     - Every method is called on all ranks of a group; its collectives meet.
@@ -84,6 +85,8 @@ class ActorRolloutRefWorker(Worker):
         if self._is_actor:
             self.actor = self._build_actor()
             self.set_dispatch_collect("actor", **self.actor.get_dispatch_collect("train"))
+            if self.ref is None and self.model_config.uses_lora:
+                self.set_dispatch_collect("ref", **self.actor.get_dispatch_collect("train"))
         if self._is_actor and self._is_rollout:
             self.weight_sender = build_sender(self.rollout_config, self.rank, self.world_size)
         get_torch_device().empty_cache()
@@ -159,10 +162,18 @@ class ActorRolloutRefWorker(Worker):
         writes=("ref_log_prob",),
     )
     def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
-        """The same under the reference policy: `ref_log_prob` fp32 [N, j]."""
-        if self.ref is None:
+        """The same under the reference policy: `ref_log_prob` fp32 [N, j].
+
+        A policy that trains an adapter is its own reference: with the adapter off it is what training started from.
+        """
+        options: dict[str, Any] = {"calculate_entropy": False}
+        worker = self.ref
+        if worker is None and self.actor is not None and self.model_config.uses_lora:
+            worker = self.actor
+            options |= {"no_lora_adapter": True, "use_dynamic_bsz": self.rollout_config.log_prob_use_dynamic_bsz}
+        if worker is None:
             raise ContractError(f"a worker of role {self.role!r} has no reference policy, or init_model was not called")
-        return _log_prob_rows(self.ref, data, {"calculate_entropy": False}, {"log_probs": "ref_log_prob"})
+        return _log_prob_rows(worker, data, options, {"log_probs": "ref_log_prob"})
 
     @register(
         dispatch_mode=mesh("actor"),

@@ -8,6 +8,7 @@ import time
 import pytest
 import rollout_tiny as tiny
 import torch
+from model_families import FAMILIES, tiny_model
 
 from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 from rlflow.workers.rollout.base import RolloutError, SamplingParams
@@ -269,9 +270,9 @@ def test_an_idle_engine_uses_no_processor_time(make_engine):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"sliding_window": 16}, "sliding_window=16"),
-        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"attention_chunk_size": 16}, "attention_chunk_size=16"),
+        ({"use_bidirectional_attention": True}, "later tokens"),
     ],
 )
 def test_attention_that_the_engine_does_not_do_is_refused_by_name(overrides, named):
@@ -286,26 +287,32 @@ def test_attention_that_the_engine_does_not_do_is_refused_by_name(overrides, nam
         check_attention_support(config)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral"])
-def test_other_architectures_give_the_log_probs_of_their_plain_forward(make_engine, tmp_path, kind):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+@pytest.fixture(scope="module", params=FAMILIES)
+def family_path(request, tmp_path_factory):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=tiny.VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=128,
-    )
-    config.sliding_window = None
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    prompts = tiny.prompts(5, seed=11)
-    plain = tiny.plain_model(str(tmp_path))
-    for prompt, result in zip(prompts, run(make_engine(path=str(tmp_path)), prompts, max_tokens=10), strict=True):
+    name, options = FAMILIES[request.param]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    tokens = {"bos_token_id": 1, "eos_token_id": tiny.EOS, "pad_token_id": 0}
+    model = tiny_model(name, vocab_size=tiny.VOCAB, **sizes, **heads, **tokens, **options)
+    for param in model.parameters():
+        if param.dim() > 1:
+            param.data.mul_(3)
+    path = tmp_path_factory.mktemp("family")
+    model.save_pretrained(path)
+    return str(path)
+
+
+def test_every_family_gives_the_tokens_and_log_probs_of_its_plain_model(make_engine, family_path):
+    """Prompts shorter and longer than the windows, slots of different lengths."""
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(family_path, dtype=torch.float32, attn_implementation="eager").eval()
+    engine = make_engine(path=family_path, slots=3)
+    prompts = [*tiny.prompts(4, seed=11), [5]]
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": tiny.EOS}
+    for prompt, result in zip(prompts, run(engine, prompts, temperature=0.0, max_tokens=10), strict=True):
+        assert result.token_ids == plain.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    for prompt, result in zip(prompts, run(engine, prompts, max_tokens=10), strict=True):
         expected = tiny.log_probs_of(plain, prompt, result.token_ids)
         torch.testing.assert_close(torch.tensor(result.log_probs), expected, atol=1e-4, rtol=0)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+sys.path[:0] = [str(Path(__file__).parents[depth]) for depth in (0, 1, 2)]
 
 from tiny import configs, make_batch, with_values  # noqa: E402
 
@@ -24,9 +24,11 @@ from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead, FSDPEngineWi
 from rlflow.workers.losses import ppo_loss, value_loss  # noqa: E402
 
 
-def build(path, *, critic=False, load=None, contents=("model", "optimizer", "extra"), **options):
+def build(path, *, critic=False, load=None, contents=("model", "optimizer", "extra"), lora_only=False, **options):
     model, engine_config, optim = configs(path, **options)
-    checkpoint = CheckpointConfig(save_contents=list(contents), load_contents=["model", "optimizer", "extra"])
+    checkpoint = CheckpointConfig(
+        save_contents=list(contents), load_contents=["model", "optimizer", "extra"], save_lora_only=lora_only
+    )
     engine_cls = FSDPEngineWithValueHead if critic else FSDPEngineWithLMHead
     engine = engine_cls(model, engine_config, optim, checkpoint)
     engine.initialize()
@@ -37,7 +39,7 @@ def build(path, *, critic=False, load=None, contents=("model", "optimizer", "ext
 
 def full_grads(engine):
     """Gradients by name, gathered where they are sharded."""
-    grads = ((n, p.grad) for n, p in engine.module.named_parameters())
+    grads = ((n, p.grad) for n, p in engine.module.named_parameters() if p.requires_grad)
     return {n: (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone() for n, grad in grads}
 
 

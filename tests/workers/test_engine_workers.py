@@ -94,6 +94,24 @@ def test_the_reference_stays_while_the_policy_moves(tiny_model):
     assert not torch.allclose(worker.compute_log_prob(inputs)["old_log_probs"].values(), policy.values())
 
 
+def test_a_policy_with_an_adapter_is_its_own_reference(tiny_model):
+    """No second model: what the reference gives is the policy without its adapter, also for verl's own call."""
+    lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.use_kl_loss=true")
+    worker = make_worker(tiny_model, *lora, role="actor_rollout")
+    assert worker.ref is None
+    inputs = tu.get_keys(tiny.make_batch(8), ["input_ids", "responses"])
+    before = worker.compute_ref_log_prob(inputs)["ref_log_prob"].values()
+    assert torch.equal(before, worker.compute_log_prob(inputs)["old_log_probs"].values())
+    worker.update_actor(batch(worker))
+    moved = worker.compute_log_prob(inputs)["old_log_probs"].values()
+    assert not torch.allclose(moved, before)
+    assert torch.equal(worker.compute_ref_log_prob(inputs)["ref_log_prob"].values(), before)
+    without = tu.assign_non_tensor_whole(inputs.copy(), {"no_lora_adapter": True})
+    assert torch.equal(worker.compute_log_prob(without)["old_log_probs"].values(), before)
+    with pytest.raises(ContractError, match="no reference policy"):
+        make_worker(tiny_model, role="actor_rollout").compute_ref_log_prob(inputs)
+
+
 def test_an_on_policy_update_starts_at_ratio_one_and_reports_typed_metrics(worker):
     data = batch(worker)
     lengths = tu.nested_lengths(data["responses"])

@@ -22,8 +22,9 @@ def _inputs(seed=0, bias=False):
     return hidden, weight, b, labels
 
 
-def _naive(hidden, weight, bias, labels, temperature):
+def _naive(hidden, weight, bias, labels, temperature, softcap=None):
     logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     logits = logits / (temperature.unsqueeze(1) if isinstance(temperature, torch.Tensor) else temperature)
     log_p = logits.log_softmax(-1)
     p = log_p.exp()
@@ -33,8 +34,8 @@ def _naive(hidden, weight, bias, labels, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.7, "row"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("parts", ["log_prob", "entropy", "both"])
-@pytest.mark.parametrize("chunk", [1, 8, 1000])
-def test_values_and_gradients_are_those_of_the_formula(temperature, bias, parts, chunk):
+@pytest.mark.parametrize(("chunk", "softcap"), [(1, None), (8, None), (1000, None), (8, 3.0)])
+def test_values_and_gradients_are_those_of_the_formula(temperature, bias, parts, chunk, softcap):
     t = torch.linspace(0.5, 1.5, N) if temperature == "row" else temperature
     g = torch.Generator().manual_seed(5)
     w1, w2 = torch.randn(N, generator=g), torch.randn(N, generator=g)
@@ -42,10 +43,11 @@ def test_values_and_gradients_are_those_of_the_formula(temperature, bias, parts,
     for run in ("ours", "naive"):
         hidden, weight, b, labels = _inputs(bias=bias)
         if run == "ours":
-            lp, ent, _ = linear_log_probs(hidden, weight, labels, bias=b, temperature=t, with_entropy=True, chunk=chunk)
+            options = {"bias": b, "temperature": t, "chunk": chunk, "softcap": softcap}
+            lp, ent, _ = linear_log_probs(hidden, weight, labels, with_entropy=True, **options)
             assert lp.dtype == ent.dtype == torch.float32
         else:
-            lp, ent, _ = _naive(hidden, weight, b, labels, t)
+            lp, ent, _ = _naive(hidden, weight, b, labels, t, softcap)
         terms = {"log_prob": (lp * w1).sum(), "entropy": (ent * w2).sum()}
         (sum(terms.values()) if parts == "both" else terms[parts]).backward()
         grads.append([lp, ent, hidden.grad, weight.grad] + ([b.grad] if bias else []))
@@ -183,7 +185,7 @@ def test_a_kernel_gets_chunks_and_its_gradient_is_passed_on(temperature):
     inv_t = None if temperature == 1.0 else t.reciprocal()
     for used in (kernel, None):
         hidden, weight, bias, labels = _inputs(bias=True)
-        lp, _, _ = _LinearLogProb.apply(hidden, weight, bias, labels, inv_t, False, False, 8, used)
+        lp, _, _ = _LinearLogProb.apply(hidden, weight, bias, labels, inv_t, False, False, 8, used, None)
         (lp * torch.linspace(-1, 1, N)).sum().backward()
         results.append([lp, hidden.grad, weight.grad, bias.grad])
     assert kernel.calls == 2 * -(-N // 8)

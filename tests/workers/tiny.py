@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from model_families import tiny_model
 from tensordict import TensorDict
 
 from rlflow.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -14,12 +15,12 @@ VOCAB = 512
 
 
 def save_tiny_model(folder: Path, *, family: str = "Llama", tied: bool = True, **options: object) -> str:
-    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
+    model = tiny_model(
+        family,
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=128,
@@ -27,13 +28,11 @@ def save_tiny_model(folder: Path, *, family: str = "Llama", tied: bool = True, *
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        tie_word_embeddings=tied,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        **options,
+        **{"tie_word_embeddings": tied} | options,
     )
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
     # Weights large enough that attention across rows would show.
     for param in model.parameters():
         if param.dim() > 1:
@@ -90,12 +89,13 @@ def configs(
     optimizer: str = "SGD",
     lr: float = 0.5,
     recompute: bool = True,
+    model: dict[str, object] | None = None,
     **engine: object,
 ) -> tuple[HFModelConfig, FSDPEngineConfig, FSDPOptimizerConfig]:
     options: dict[str, object] = {"dtype": dtype, "max_token_len_per_gpu": 4096} | engine
     extra = {} if optimizer != "SGD" else {"override_optimizer_config": {"fused": False}}
     return (
-        HFModelConfig(path=path, enable_gradient_checkpointing=recompute),
+        HFModelConfig(path=path, enable_gradient_checkpointing=recompute, **(model or {})),  # type: ignore[arg-type]
         FSDPEngineConfig(**options),  # type: ignore[arg-type]
         FSDPOptimizerConfig(
             lr=lr, optimizer=optimizer, weight_decay=0.0, clip_grad=None, total_training_steps=10, **extra

@@ -64,6 +64,18 @@ POLICY = (
         "not 0",
     ),
     Entry("actor/lr", "learning rate after the step", combine=LAST),
+    Entry(
+        "{actor,critic}/moe/{max_vio,min_vio,avg_vio}/{max,avg}",
+        "mixture of experts: load x experts - 1 (0: even) of the most and the least asked expert of a layer, and its "
+        "mean absolute value; the largest and the mean over layers (with `use_remove_padding`)",
+        combine=AS_NAMED,
+        alarming="max_vio grows: few experts do the work",
+    ),
+    Entry(
+        "{actor,critic}/moe/aux_loss",
+        "load-balancing loss of the Switch Transformer, not trained; with `output_router_logits` in the model's config",
+        alarming="grows: its least value is the number of experts a token asks",
+    ),
 )
 
 VARIANCE = (

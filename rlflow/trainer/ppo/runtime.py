@@ -68,7 +68,7 @@ def build_runtime(config: Any, total_training_steps: int) -> Runtime:
             config.critic.optim.total_training_steps = total_training_steps
     carry_bypass_settings(config)
     needs_ref = need_reference_policy(config)
-    role = Role.ActorRolloutRef if needs_ref else Role.ActorRollout
+    role = Role.ActorRolloutRef if needs_ref and not _ref_in_actor(config) else Role.ActorRollout
     roles = [role, Role.Critic] if need_critic(config) else [role]
     pools = ResourcePoolManager(
         resource_pool_spec={"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes},
@@ -102,6 +102,11 @@ def build_runtime(config: Any, total_training_steps: int) -> Runtime:
         critic_wg=critic_wg,
         linear_work=_linear_work(config),
     )
+
+
+def _ref_in_actor(config: Any) -> bool:
+    """Whether the policy without its adapter is the reference, so that no second model is loaded."""
+    return omega_conf_to_dataclass(config.actor_rollout_ref.model, HFModelConfig).uses_lora
 
 
 def _linear_work(config: Any) -> int:

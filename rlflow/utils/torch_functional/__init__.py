@@ -1,5 +1,6 @@
 """Small tensor functions that algorithms and users' code share; often imported as `verl_F` or `F`.
 
+    attention     soft-capped scores, masks of sliding windows
     masked        sums, means, variance and whitening under a mask
     logits        log-probabilities, entropy, sum of squared probabilities
     padding       sequences to one length, response masks
@@ -11,6 +12,7 @@ Needs torch only.
 
 from __future__ import annotations
 
+from rlflow.utils.torch_functional.attention import soft_capped_attention, windowed_mask
 from rlflow.utils.torch_functional.distributed import (
     allgather_dict_into_dict,
     allgather_dict_tensors,
@@ -93,6 +95,8 @@ __all__ = [
     "post_process_logits",
     "postprocess_data",
     "remove_pad_token",
+    "soft_capped_attention",
     "split_dict_tensor_into_batches",
     "tokenize_and_postprocess_data",
+    "windowed_mask",
 ]

@@ -33,6 +33,7 @@ from rlflow.checkpoint.shards import FORMAT, ShardReader, read_json, write_json,
 from rlflow.utils.device import get_device_name, get_torch_device
 from rlflow.utils.errors import CheckpointError
 from rlflow.workers.engine.fsdp.export import hf_name
+from rlflow.workers.engine.fsdp.lora import adapted_weights
 from rlflow.workers.engine.fsdp.model import PackedModel, reshard
 from rlflow.workers.engine.fsdp.shards import local_part, read_into, save_shards
 
@@ -42,15 +43,16 @@ logger = logging.getLogger(__name__)
 # ---- model and optimizer ---------------------------------------------------------------------------------------------
 
 
-def _named_params(module: PackedModel) -> Iterator[tuple[str, Tensor]]:
+def _named_params(module: PackedModel, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     for name, param in module.named_parameters():
-        yield hf_name(name), param
+        if param.requires_grad or not trained_only:
+            yield hf_name(name), param
 
 
-def load_model(module: PackedModel, folder: Path) -> None:
-    """Read the weights. `CheckpointError` names what is missing or superfluous."""
+def load_model(module: PackedModel, folder: Path, lora_only: bool = False) -> None:
+    """Read the weights, or the adapters. `CheckpointError` names what is missing or superfluous."""
     with ShardReader(folder) as reader:
-        wanted = dict(_named_params(module))
+        wanted = dict(_named_params(module, lora_only))
         missing, extra = sorted(set(wanted) - set(reader.tensors)), sorted(set(reader.tensors) - set(wanted))
         if missing or extra:
             raise CheckpointError(
@@ -185,13 +187,15 @@ def save_state(
     *,
     contents: Iterable[str],
     global_step: int,
+    lora_only: bool = False,
 ) -> None:
-    """Write "model", "optimizer" and "extra" of `contents`. *Collective.*"""
+    """Write "model", "optimizer" and "extra" of `contents`; `lora_only` leaves frozen weights out. *Collective.*"""
     contents = set(contents)
+    lora_only = lora_only and module.adapter_config is not None
     reshard(module)
     folder.mkdir(parents=True, exist_ok=True)
     if "model" in contents:
-        save_shards(_named_params(module), folder / "model")
+        save_shards(_named_params(module, lora_only), folder / "model")
     if "optimizer" in contents and optimizer is not None:
         save_optimizer(module, optimizer, folder / "optimizer")
     if "extra" in contents:
@@ -203,6 +207,9 @@ def save_state(
             "global_step": global_step,
             "contents": sorted(contents),
         }
+        if module.adapter_config is not None:
+            scaling = {name: part.scaling for name, part in adapted_weights(module.hf_model).items()}
+            meta["lora"] = {"only": lora_only, "scaling": scaling}
         write_json(folder / "meta.json", meta)
     dist.barrier()
 
@@ -229,7 +236,7 @@ def load_state(
         )
     reshard(module)
     if "model" in contents:
-        load_model(module, folder / "model")
+        load_model(module, folder / "model", bool((meta.get("lora") or {}).get("only")))
     if "optimizer" in contents and optimizer is not None:
         load_optimizer(module, optimizer, folder / "optimizer")
     if "extra" in contents:

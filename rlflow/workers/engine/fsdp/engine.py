@@ -18,6 +18,7 @@ import logging
 import math
 import random
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from rlflow.workers.engine.batching import (
 from rlflow.workers.engine.fsdp import checkpoint, export
 from rlflow.workers.engine.fsdp.inputs import ModelInputs, build_inputs, empty_inputs, prompt_keys, response_lengths
 from rlflow.workers.engine.fsdp.log_prob import TokenStats
+from rlflow.workers.engine.fsdp.lora import ADAPTER_FOLDER, adapters_off
 from rlflow.workers.engine.fsdp.model import (
     PackedModel,
     PolicyModel,
@@ -126,7 +128,8 @@ class FSDPEngine(BaseEngine):
         self.module = build_module(self.load_model, self.model_config, self.engine_config, self.mesh, self.device)
         self.module.eval()
         if not self.engine_config.forward_only:
-            self.optimizer = build_optimizer(self.module.parameters(), self.optimizer_config)
+            trained = (param for param in self.module.parameters() if param.requires_grad)
+            self.optimizer = build_optimizer(trained, self.optimizer_config)
             self.lr_scheduler = build_lr_scheduler(self.optimizer, self.optimizer_config)
         if self.is_param_offload_enabled or self.is_optimizer_offload_enabled:
             self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
@@ -208,6 +211,8 @@ class FSDPEngine(BaseEngine):
                 outputs.append((micro.rows, output, lengths))
                 losses.append(float(loss.detach()))
                 merge_metrics(metrics, new)
+        if self.module.routers is not None and not forward_only:
+            merge_metrics(metrics, self.module.routers.metrics(self.device))
         names = list(outputs[0][1]) if outputs else []
         restored = {name: restore_rows([(rows, out[name], n) for rows, out, n in outputs]) for name in names}
         return {"model_output": restored, "loss": losses, "metrics": metrics}
@@ -315,7 +320,7 @@ class FSDPEngine(BaseEngine):
     # ---- weights and checkpoints ---------------------------------------------------------------------------------
 
     def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """((name, full tensor), ...) under Hugging Face names; see `BaseEngine`. *Collective.*"""
+        """((name, full tensor), ...) under Hugging Face names, adapters merged in; see `BaseEngine`. *Collective.*"""
         return export.iter_full_tensors(self.module), None
 
     def save_checkpoint(
@@ -333,11 +338,19 @@ class FSDPEngine(BaseEngine):
         folder = Path(local_path)
         with self.eval_mode():
             checkpoint.save_state(
-                self.module, self.optimizer, self.lr_scheduler, folder, contents=contents, global_step=global_step
+                self.module,
+                self.optimizer,
+                self.lr_scheduler,
+                folder,
+                contents=contents,
+                global_step=global_step,
+                lora_only=bool(self.checkpoint_config is not None and self.checkpoint_config.save_lora_only),
             )
             export.save_hf_folder(
                 self.module, self.model_config, folder / "huggingface", with_weights="hf_model" in contents
             )
+            if self.module.adapter_config is not None and "model" in contents:
+                export.save_adapter(self.module, self.model_config, folder / ADAPTER_FOLDER)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **options: Any
@@ -348,6 +361,9 @@ class FSDPEngine(BaseEngine):
         contents = self._contents("load_contents")
         with self.eval_mode():
             checkpoint.load_state(self.module, self.optimizer, self.lr_scheduler, Path(local_path), contents=contents)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.module.adapter_config is None else adapters_off(self.module.hf_model)
 
     def _contents(self, key: str) -> list[str]:
         default = ["model", "optimizer", "extra"]

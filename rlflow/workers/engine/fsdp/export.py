@@ -1,4 +1,7 @@
-"""Weights out of the sharded model: full tensors under Hugging Face names, and a folder that transformers loads."""
+"""Weights out of the sharded model: full tensors under Hugging Face names, and a folder that transformers loads.
+
+Adapters never show in the names: a weight that has one comes out with it added.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlflow.checkpoint.hf_weights import MAX_FILE_BYTES, TensorSpec, plan_files, write_weights
+from rlflow.utils.moe_weights import expert_parts, splits_experts
+from rlflow.workers.engine.fsdp import lora
 from rlflow.workers.engine.fsdp.model import PREFIX, PackedModel, reshard
 
 logger = logging.getLogger(__name__)
@@ -22,25 +27,66 @@ SHARD_BYTES = MAX_FILE_BYTES
 
 def hf_name(name: str) -> str:
     """Name in a Hugging Face checkpoint of a parameter of `PackedModel`."""
-    return name.removeprefix(PREFIX)
+    return lora.plain_name(name.removeprefix(PREFIX))
 
 
 def iter_full_tensors(module: PackedModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of every weight, one gathered at a time; a tied weight comes once. *Collective.*
+    """(name, full tensor) of every weight, one gathered at a time; a tied weight comes once, packed experts one by one.
+    *Collective.*
 
-    The tensors have the dtype of the stored weights, and on a single rank they share its memory: copy what you keep.
+    The tensors have the dtype of the stored weights (fp32 where an adapter is merged in), and on a single rank they
+    share its memory: copy what you keep.
     """
+    stored = _Stored(module)
+    for name in stored.tensors:
+        yield from stored.parts(name).items()
+
+
+class _Stored:
+    """The weights of a model as this rank stores them: `tensors` by name, of parameters and persistent buffers.
+
+    What leaves it are `parts`: a weight under its name, or one matrix an expert where checkpoints have it so.
+    """
+
+    def __init__(self, module: PackedModel) -> None:
+        reshard(module)
+        persistent = set(module.state_dict().keys())
+        stored: dict[str, Tensor] = dict(module.named_parameters())
+        stored |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+        self.tensors = {hf_name(n): value.detach() for n, value in stored.items() if not lora.is_adapter(n)}
+        self._adapted = lora.adapted_weights(module.hf_model)
+        self._splits = splits_experts(module.hf_model.config.get_text_config())
+
+    def whole(self, name: str) -> Tensor:
+        """The full tensor, its adapter merged in. *Collective.*"""
+        weight = _gather(self.tensors[name])
+        return self._adapted[name].merged(weight, _gather) if name in self._adapted else weight
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """The full tensor in the parts, and under the names, that checkpoints have. *Collective.*"""
+        weight = self.whole(name)
+        return expert_parts(name, weight) if self._splits else {name: weight}
+
+    def specs(self, dtype: torch.dtype) -> dict[str, list[TensorSpec]]:
+        """Of the parts of each weight, for a file whose floating-point tensors are of `dtype`."""
+
+        def of(name: str, value: Tensor) -> list[TensorSpec]:
+            kind = dtype if value.is_floating_point() else value.dtype
+            form = torch.empty(value.shape, device="meta")
+            parts = expert_parts(name, form) if self._splits else {name: form}
+            return [TensorSpec(part, kind, tuple(view.shape)) for part, view in parts.items()]
+
+        return {name: of(name, value) for name, value in self.tensors.items()}
+
+
+def save_adapter(module: PackedModel, model_config: Any, folder: Path) -> None:
+    """Write the adapter (and a critic's head) as a PEFT folder. *Collective.*"""
     reshard(module)
-    for name, value in _stored_tensors(module).items():
-        yield name, _gather(value)
-
-
-def _stored_tensors(module: PackedModel) -> dict[str, Tensor]:
-    """Name -> weight as this rank stores it, of parameters and persistent buffers."""
-    persistent = set(module.state_dict().keys())
-    stored: dict[str, Tensor] = dict(module.named_parameters())
-    stored |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
-    return {hf_name(name): value.detach() for name, value in stored.items()}
+    stored = lora.trained_tensors(module.hf_model, module.head_name)
+    tensors = {name: _gather(value) for name, value in stored.items()}
+    if dist.get_rank() == 0:
+        lora.write_adapter(folder, module.adapter_config, tensors, model_config.path, module.head_name)
+    dist.barrier()
 
 
 def _gather(value: Tensor) -> Tensor:
@@ -81,15 +127,23 @@ def _save_configs(hf_model: Any, model_config: Any, folder: Path, dtype: torch.d
 
 def _save_weights(module: PackedModel, folder: Path, dtype: torch.dtype, writer: bool) -> None:
     """safetensors files of at most `SHARD_BYTES`, with an index for several; one tensor is gathered at a time."""
-    reshard(module)
-    stored = _stored_tensors(module)
-    specs = [
-        TensorSpec(name, dtype if value.is_floating_point() else value.dtype, tuple(value.shape))
-        for name, value in stored.items()
-    ]
+    stored = _Stored(module)
+    by_weight = stored.specs(dtype)
+    specs = [spec for parts in by_weight.values() for spec in parts]
+    source = {spec.name: name for name, parts in by_weight.items() for spec in parts}
+    last: tuple[str, dict[str, Tensor]] = ("", {})
+
+    def part(name: str) -> tuple[Tensor]:
+        """Gathers a weight once for all its parts, which follow each other."""
+        nonlocal last
+        if last[0] != source[name]:
+            last = ("", {})
+            last = (source[name], stored.parts(source[name]))
+        return (last[1][name],)
+
     if writer:
-        write_weights(folder, specs, lambda name: (_gather(stored[name]),), max_bytes=SHARD_BYTES)
+        write_weights(folder, specs, part, max_bytes=SHARD_BYTES)
         return
-    for part in plan_files(specs, SHARD_BYTES).values():
-        for spec in part:
-            _gather(stored[spec.name])  # in the writer's order, because it is a collective; the result is dropped
+    for planned in plan_files(specs, SHARD_BYTES).values():
+        for spec in planned:
+            part(spec.name)  # in the writer's order, because it is a collective; the result is dropped

@@ -119,7 +119,7 @@ def build_inputs(
         layout = AttentionLayout.packed(layout_rows, device)
     else:
         input_ids, position_ids, predict = _pad(rows)
-        layout = AttentionLayout.padded(input_ids.shape[1])
+        layout = AttentionLayout.padded(input_ids.shape[1], device)
     label_source = [
         torch.arange(start + total - r, start + total)
         for start, total, r in zip(rows.start, rows.total, rows.predicted, strict=True)

@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of tokens straight from hidden states, without the logits of all tokens.
 
-With z = (h W^T + b) / T of one token, p = softmax(z), y its label:
+With z = (h W^T + b) / T of one token (or c tanh((h W^T + b) / c) / T, soft-capped), p = softmax(z), y its label:
     log-prob               l = z_y - logsumexp(z)          dl/dz = onehot(y) - p
     entropy                H = -sum_v p_v log p_v          dH/dz = -p (log p + H)
     squared probabilities  S = sum_v p_v^2                 value only: a baseline's weight, nothing is trained by it
@@ -48,13 +48,32 @@ def chunk_rows(vocab_size: int, device: torch.device, limit: int | None = None) 
     return rows if limit is None else max(1, min(rows, limit))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inv_temperature: Tensor | None) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    return logits if inv_temperature is None else logits.float().mul_(inv_temperature.unsqueeze(1))
+class _Head(NamedTuple):
+    """How hidden states [n, h] become logits [n, V]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+
+    def logits(self, hidden: Tensor, inv_temperature: Tensor | None) -> Tensor:
+        """Logits, divided by the temperature."""
+        logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        if self.softcap is not None:
+            logits = logits.float().div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits if inv_temperature is None else logits.float().mul_(inv_temperature.unsqueeze(1))
+
+    def slope(self, logits: Tensor, inv_temperature: Tensor | None) -> Tensor | None:
+        """d logits / d(h W^T + b), fp32 [n, V] or [n, 1]; None for 1."""
+        scale = None if inv_temperature is None else inv_temperature.unsqueeze(1)
+        if self.softcap is None:
+            return scale
+        capped = logits / self.softcap if scale is None else logits / (scale * self.softcap)
+        slope = capped.square_().neg_().add_(1)
+        return slope if scale is None else slope.mul_(scale)
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, inv_temperature: Tensor | None) -> Tensor:
-    return torch.log_softmax(_logits(hidden, weight, bias, inv_temperature), dim=-1, dtype=torch.float32)
+def _log_softmax(logits: Tensor) -> Tensor:
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -70,8 +89,9 @@ class _LinearLogProb(torch.autograd.Function):
         with_sum_pi_squared: bool,
         chunk: int,
         kernel: CrossEntropy | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        n = hidden.shape[0]
+        n, head = hidden.shape[0], _Head(weight, bias, softcap)
         log_probs = torch.empty(n, dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(log_probs) if with_entropy else None
         squares = torch.empty_like(log_probs) if with_sum_pi_squared else None
@@ -79,10 +99,10 @@ class _LinearLogProb(torch.autograd.Function):
             part = slice(start, start + chunk)
             inv_t = None if inv_temperature is None else inv_temperature[part]
             if kernel is not None:
-                logits = _logits(hidden[part], weight, bias, inv_t)
+                logits = head.logits(hidden[part], inv_t)
                 log_probs[part] = cross_entropy_kernel.log_probs(kernel, logits, labels[part])
                 continue
-            log_p = _log_softmax(hidden[part], weight, bias, inv_t)
+            log_p = _log_softmax(head.logits(hidden[part], inv_t))
             log_probs[part] = log_p.gather(1, labels[part].unsqueeze(1)).squeeze(1)
             if entropy is not None or squares is not None:
                 p = log_p.exp()
@@ -91,7 +111,7 @@ class _LinearLogProb(torch.autograd.Function):
                 if squares is not None:
                     squares[part] = p.mul_(p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, labels, inv_temperature, entropy)
-        ctx.chunk, ctx.kernel = chunk, kernel
+        ctx.chunk, ctx.kernel, ctx.softcap = chunk, kernel, softcap
         ctx.set_materialize_grads(False)
         if squares is not None:
             ctx.mark_non_differentiable(squares)
@@ -101,8 +121,9 @@ class _LinearLogProb(torch.autograd.Function):
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None) -> tuple[Any, ...]:
         hidden, weight, bias, labels, inv_temperature, entropy = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 9
+            return (None,) * 10
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        head = _Head(weight, bias, ctx.softcap)
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         # Sums over chunks are kept in fp32: in bf16 every further chunk would lose its last bits.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
@@ -111,20 +132,24 @@ class _LinearLogProb(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             inv_t = None if inv_temperature is None else inv_temperature[part]
             grad_l = None if grad_log_probs is None else grad_log_probs[part]
+            logits = head.logits(hidden[part], inv_t)
+            slope = head.slope(logits, inv_t)
             if ctx.kernel is not None:
                 assert grad_l is not None  # log-probs are the only output of this way
-                logits = _logits(hidden[part], weight, bias, inv_t)
                 grad_logits = cross_entropy_kernel.grad_logits(ctx.kernel, logits, labels[part], grad_l)
             else:
+                log_p = _log_softmax(logits)
+                del logits  # so that at most two tensors of this size exist
                 grad_logits = _grad_logits(
-                    _log_softmax(hidden[part], weight, bias, inv_t),
+                    log_p,
                     labels[part],
                     grad_l,
                     None if grad_entropy is None else grad_entropy[part],
                     None if entropy is None else entropy[part],
                 )
-            if inv_t is not None:
-                grad_logits.mul_(inv_t.unsqueeze(1))
+                del log_p
+            if slope is not None:
+                grad_logits = grad_logits.float().mul_(slope)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)
             grad_logits = grad_logits.to(hidden.dtype)
@@ -139,7 +164,7 @@ class _LinearLogProb(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 
@@ -174,6 +199,7 @@ def linear_log_probs(
     with_sum_pi_squared: bool = False,
     chunk: int | None = None,
     fused: bool = False,
+    softcap: float | None = None,
 ) -> TokenStats:
     """log softmax(hidden W^T / T) at the labels, and what else is asked of that distribution.
 
@@ -188,6 +214,7 @@ def linear_log_probs(
         chunk: rows of logits at a time; None: by memory (`chunk_rows`).
         fused: let flash-attn's kernel make the log-probs where they are on a GPU, the package is there and nothing else
             is asked for (see `cross_entropy_kernel`).
+        softcap: bound of the logits (`final_logit_softcapping`), applied before the temperature; in fp32.
 
     Returns:
         Log-probs and entropies are differentiable in hidden, weight and bias.
@@ -211,5 +238,6 @@ def linear_log_probs(
             with_sum_pi_squared,
             rows,
             kernel,
+            softcap,
         )
     )

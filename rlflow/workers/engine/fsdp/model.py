@@ -7,7 +7,7 @@ Invariants
     - Embedding and output head of a policy belong to the root's parameter group, so that they are gathered during the
       root's forward, where the log-probs are computed from hidden states.
     - Every rank holds the same weights after `build_module`: rank 0 reads them, the others receive their shards.
-    - A forward in which some attention layer did not use the given layout raises.
+    - A forward in which some attention layer did not use the given layout, or its window or soft cap, raises.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,17 +26,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rlflow.utils.attention_needs import AttentionCalls
 from rlflow.utils.device import cpu_has_slow_bf16
 from rlflow.utils.errors import ConfigError, ContractError
 from rlflow.utils.import_utils import import_external_libs
+from rlflow.workers.engine.fsdp.families import check_model_support, final_softcap
 from rlflow.workers.engine.fsdp.inputs import ModelInputs
 from rlflow.workers.engine.fsdp.log_prob import TokenStats, chunk_rows, linear_log_probs
-from rlflow.workers.engine.fsdp.packed_attention import (
-    ATTENTION_NAME,
-    LAYOUT_KWARG,
-    check_attention_support,
-    register_attention,
-)
+from rlflow.workers.engine.fsdp.lora import add_adapter
+from rlflow.workers.engine.fsdp.moe import RouterLoad
+from rlflow.workers.engine.fsdp.packed_attention import ATTENTION_NAME, LAYOUT_KWARG, register_attention
 
 logger = logging.getLogger(__name__)
 
@@ -71,28 +71,34 @@ class PackedModel(nn.Module):
     def __init__(self, hf_model: Any) -> None:
         super().__init__()
         self.hf_model = hf_model
-        self.num_layers = hf_model.config.get_text_config().num_hidden_layers
+        self.attention_calls = AttentionCalls.needed_by(hf_model.config.get_text_config())
+        self.adapter_config: Any = None  # of PEFT, in a model with adapters
+        self.routers = RouterLoad.of(hf_model)
 
     @property
     def exact_parts(self) -> Sequence[nn.Module]:
         """Modules that compute in fp32 whatever the precision of the rest; each must be called as a module."""
         return ()
 
+    @property
+    def head_name(self) -> str | None:
+        """Name in `hf_model` of a head that no checkpoint of a causal LM has: it is trained beside adapters too."""
+        return None
+
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Last hidden states [N, h] where the predictions are made."""
-        inputs.layout.calls = 0
-        hidden = self.hf_model.base_model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=None,
-            use_cache=False,
-            **{LAYOUT_KWARG: inputs.layout},
-        ).last_hidden_state
-        if inputs.layout.calls != self.num_layers:
-            raise ContractError(
-                f"{type(self.hf_model).__name__} ran packed attention {inputs.layout.calls} times for "
-                f"{self.num_layers} layers: some layers attend by themselves, across the rows of a packed batch"
-            )
+        inputs.layout.calls = AttentionCalls()
+        # Padding, and the token of a rank without rows, are routed too, but are no load.
+        counts = torch.is_grad_enabled() and not inputs.layout.dense and inputs.labels.numel() > 0
+        with nullcontext() if self.routers is None else self.routers.recording(counts):
+            hidden = self.hf_model.base_model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                attention_mask=None,
+                use_cache=False,
+                **{LAYOUT_KWARG: inputs.layout},
+            ).last_hidden_state
+        self.attention_calls.require(inputs.layout.calls, type(self.hf_model).__name__)
         return hidden.flatten(0, 1).index_select(0, inputs.predict_index)
 
 
@@ -109,6 +115,7 @@ class PolicyModel(PackedModel):
         super().__init__(causal_lm)
         self.chunk_limit = chunk_limit
         self.fused = fused
+        self.softcap = final_softcap(causal_lm.config)
 
     def forward(self, inputs: ModelInputs, with_entropy: bool = False, with_sum_pi_squared: bool = False) -> TokenStats:
         """Log-probs of the labels, with entropies and sums of squared probabilities when asked for."""
@@ -124,6 +131,7 @@ class PolicyModel(PackedModel):
             with_sum_pi_squared=with_sum_pi_squared,
             chunk=chunk_rows(head.weight.shape[0], hidden.device, self.chunk_limit),
             fused=self.fused,
+            softcap=self.softcap,
         )
 
 
@@ -172,7 +180,7 @@ def load_causal_lm(model_config: Any, hf_config: Any, dtype: torch.dtype, with_w
     register_attention()
     model_class = mapped_class(AutoModelForCausalLM, hf_config)
     if model_class is not None:  # else code that comes with the checkpoint; checked below, when its class is known
-        check_attention_support(hf_config.get_text_config(), model_class)
+        check_model_support(hf_config, model_class)
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": ATTENTION_NAME,
@@ -197,7 +205,7 @@ def mapped_class(auto_class: Any, hf_config: Any) -> Any:
 
 def check_loaded(model: Any) -> Any:
     """The model, if it runs packed attention; `ConfigError` otherwise."""
-    check_attention_support(model.config.get_text_config(), type(model))
+    check_model_support(model.config, type(model))
     if model.config.get_text_config()._attn_implementation != ATTENTION_NAME:
         raise ConfigError(f"{type(model).__name__} did not accept the attention {ATTENTION_NAME!r}")
     return model
@@ -234,10 +242,15 @@ def build_module(
     if reader:
         warn_if_bf16_is_slow(engine_config, device)
     module = load(dtype, reader)
+    if model_config.uses_lora and not engine_config.forward_only:
+        module.adapter_config = add_adapter(
+            module.hf_model, model_config, seed=engine_config.seed, head=module.head_name, with_weights=reader
+        )
     if model_config.enable_gradient_checkpointing and not engine_config.forward_only:
         module.hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     full = {name: param.detach() for name, param in module.named_parameters()} if reader else {}
-    if mesh.size() == 1 and computes_as_stored(module, engine_config, dtype):
+    one_dtype = len({param.dtype for param in module.parameters()}) == 1
+    if mesh.size() == 1 and one_dtype and computes_as_stored(module, engine_config, dtype):
         # Nothing to gather, reduce or cast: fully_shard would copy all weights and gradients in every step.
         module.to(device)
     else:

@@ -9,6 +9,7 @@ Invariants
     - The layout is built once per micro-batch; a layer only gathers, calls SDPA on short padded batches, gathers back.
     - A prompt that several rows share may stand in the packed row once: its queries run once, its keys and values serve
       every row, and their gradients add up. Values and gradients are those of the unshared rows.
+    - A sliding window counts within the row, shared prompt included; a row no longer than it is attended as without it.
 
 Right padding needs no mask beside the causal one: a valid query never reaches behind itself, and what a padding query
 computes is dropped on the way back and gets no gradient.
@@ -24,7 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlflow.utils.errors import ConfigError, ContractError
+from rlflow.utils.attention_needs import AttentionCalls
+from rlflow.utils.errors import ContractError
+from rlflow.utils.torch_functional import soft_capped_attention, windowed_mask
 
 ATTENTION_NAME = "rlflow_packed"
 LAYOUT_KWARG = "attention_layout"
@@ -61,6 +64,15 @@ class Bucket:
     q_inverse: Tensor
     kv_inverse: Tensor | None
     mask: Tensor | None
+    windowed: dict[int, Tensor] = field(default_factory=dict, compare=False)
+
+    def mask_within(self, window: int | None) -> Tensor | None:
+        """The mask of a layer with this window; built once a layout."""
+        if window is None or window >= self.kv_len:
+            return self.mask
+        if window not in self.windowed:
+            self.windowed[window] = windowed_mask(self.mask, self.q_len, window, self.q_index.device)
+        return self.windowed[window]
 
 
 @dataclass
@@ -68,12 +80,12 @@ class AttentionLayout:
     """Who attends to whom in one forward.
 
     Attributes:
-        dense: the batch is right-padded [B, L]; everything else is empty then.
-        buckets: the padded batches of a packed forward.
+        dense: the batch is right-padded [B, L].
+        buckets: the padded batches of a packed forward; when dense one of which only the length counts.
         out_index: int64 [T], position of each packed token in the concatenated bucket outputs.
         cu_seqlens: int32 [rows + 1] for variable-length kernels; None when a prompt is shared.
         longest: length of the longest row, prefix included.
-        calls: how often attention ran with this layout; the model compares it with its number of layers.
+        calls: what attention was asked for with this layout; the model compares it with what its config means.
     """
 
     dense: bool
@@ -81,12 +93,13 @@ class AttentionLayout:
     buckets: tuple[Bucket, ...] = ()
     out_index: Tensor | None = None
     cu_seqlens: Tensor | None = None
-    calls: int = field(default=0, compare=False)
+    calls: AttentionCalls = field(default_factory=AttentionCalls, compare=False)
 
     @staticmethod
-    def padded(width: int) -> AttentionLayout:
+    def padded(width: int, device: torch.device | str = "cpu") -> AttentionLayout:
         """Layout of a right-padded batch [B, width]."""
-        return AttentionLayout(dense=True, longest=width)
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return AttentionLayout(dense=True, longest=width, buckets=(Bucket(0, width, width, *[none] * 4, None),))
 
     @staticmethod
     def packed(rows: Sequence[Row], device: torch.device | str = "cpu") -> AttentionLayout:
@@ -219,6 +232,8 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that models call.
@@ -231,7 +246,9 @@ def packed_attention(
         attention_mask: must be None, the layout is the mask.
         scaling: factor of the scores; None: d ** -0.5.
         dropout: probability on the attention weights.
-        kwargs: must hold the layout; anything that changes the scores is refused.
+        sliding_window: a token attends to itself and the `sliding_window - 1` tokens before it; None: to all of them.
+        softcap: scores become softcap * tanh(scores / softcap).
+        kwargs: must hold the layout; anything else that changes the scores is refused.
 
     Returns:
         [B, T or L, heads, d] and None (no attention weights).
@@ -242,45 +259,67 @@ def packed_attention(
             f"{type(module).__name__} did not pass {LAYOUT_KWARG!r} to its attention, so that rows of a packed batch "
             "would see each other. This model cannot be trained by the FSDP engine of this version."
         )
-    _refuse_unsupported(module, attention_mask, layout, kwargs)
-    layout.calls += 1
-    gqa = query.shape[1] != key.shape[1]
+    _refuse_unsupported(module, attention_mask, kwargs)
+    layout.calls.count(sliding_window, softcap)
+    scores = _Scores(scaling, dropout, softcap, query.shape[1] != key.shape[1])
     if layout.dense:
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=gqa
-        )
+        out = scores.attend(query, key, value, layout.buckets[0].mask_within(sliding_window))
         return out.transpose(1, 2), None
     if query.shape[0] != 1 or query.shape[2] != layout.out_index.numel():
         raise ContractError(f"packed attention got {tuple(query.shape)} for {layout.out_index.numel()} packed tokens")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    varlen = _flash_varlen(q) if layout.cu_seqlens is not None else None
+    varlen = _flash_varlen(q) if layout.cu_seqlens is not None and not (softcap and dropout) else None
     if varlen is not None:
         cu, longest = layout.cu_seqlens, layout.longest
-        out = varlen(q, k, v, cu, cu, longest, longest, dropout_p=dropout, softmax_scale=scaling, causal=True)
+        options = _flash_options(sliding_window, softcap, longest)
+        out = varlen(
+            q, k, v, cu, cu, longest, longest, dropout_p=dropout, softmax_scale=scaling, causal=True, **options
+        )
         return out.unsqueeze(0), None
-    outputs = [_attend(bucket, q, k, v, scaling, dropout, gqa) for bucket in layout.buckets]
+    outputs = [_attend(bucket, q, k, v, scores, sliding_window) for bucket in layout.buckets]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return _GatherOut.apply(joined, layout.out_index).unsqueeze(0), None
 
 
-def _attend(
-    bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, gqa: bool
-) -> Tensor:
+@dataclass(frozen=True)
+class _Scores:
+    """How padded queries and keys become weights."""
+
+    scaling: float | None
+    dropout: float
+    softcap: float | None
+    gqa: bool
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[S, heads, q, d] in and out; without a mask queries and keys are the same tokens, causal."""
+        if self.softcap is not None:
+            return soft_capped_attention(
+                query, key, value, cap=self.softcap, scale=self.scaling, mask=mask, dropout=self.dropout
+            )
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scaling,
+            dropout_p=self.dropout,
+            enable_gqa=self.gqa,
+        )
+
+
+def _attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, scores: _Scores, window: int | None) -> Tensor:
     """Attention of one bucket: packed [T, heads, d] in, padded [S * q_len, heads, d] out."""
 
     def padded(x: Tensor, index: Tensor, inverse: Tensor | None, length: int) -> Tensor:
         rows = _Gather.apply(x, index, inverse)
         return rows.view(bucket.size, length, *x.shape[1:]).transpose(1, 2)
 
-    out = F.scaled_dot_product_attention(
+    out = scores.attend(
         padded(q, bucket.q_index, bucket.q_inverse, bucket.q_len),
         padded(k, bucket.kv_index, bucket.kv_inverse, bucket.kv_len),
         padded(v, bucket.kv_index, bucket.kv_inverse, bucket.kv_len),
-        attn_mask=bucket.mask,
-        is_causal=bucket.mask is None,
-        scale=scaling,
-        dropout_p=dropout,
-        enable_gqa=gqa,
+        bucket.mask_within(window),
     )
     return out.transpose(1, 2).reshape(bucket.size * bucket.q_len, *q.shape[1:])
 
@@ -296,17 +335,22 @@ def _flash_varlen(query: Tensor) -> Any:
     return flash_attn_varlen_func
 
 
-# Arguments with which models ask for other scores than softmax(q k / sqrt(d)) over all earlier tokens.
-_SCORE_CHANGING = ("softcap", "s_aux", "sinks", "position_bias", "alibi", "head_mask", "block_mask")
+def _flash_options(window: int | None, softcap: float | None, longest: int) -> dict[str, Any]:
+    """flash-attn's arguments for a window (its left side counts the tokens before the query) and a soft cap."""
+    options: dict[str, Any] = {}
+    if window is not None and window < longest:
+        options["window_size"] = (window - 1, 0)
+    if softcap is not None:
+        options["softcap"] = softcap
+    return options
 
 
-def _refuse_unsupported(
-    module: nn.Module, mask: Tensor | None, layout: AttentionLayout, kwargs: dict[str, Any]
-) -> None:
+# Arguments with which models ask for other scores than the above.
+_SCORE_CHANGING = ("s_aux", "sinks", "position_bias", "alibi", "head_mask", "block_mask")
+
+
+def _refuse_unsupported(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     changed = [name for name in _SCORE_CHANGING if kwargs.get(name) is not None]
-    window = kwargs.get("sliding_window")
-    if window is not None and window < layout.longest:
-        changed.append(f"sliding_window={window} (rows have up to {layout.longest} tokens)")
     if mask is not None:
         changed.append("attention_mask")
     if changed:
@@ -324,39 +368,3 @@ def register_attention() -> None:
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-
-
-def check_attention_support(config: Any, model_class: type) -> None:
-    """Refuse, before weights are loaded, models whose attention is not the plain causal one.
-
-    Args:
-        config: the text config of the model.
-        model_class: its transformers class.
-
-    Raises:
-        ConfigError: naming the property that is not supported.
-    """
-    reasons = []
-    if not getattr(model_class, "_supports_attention_backend", False):
-        reasons.append("its attention cannot be replaced (no attention interface)")
-    if getattr(config, "is_encoder_decoder", False):
-        reasons.append("it is an encoder-decoder")
-    odd_layers = sorted({kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"})
-    if odd_layers:
-        reasons.append(f"it has layers of type {', '.join(odd_layers)}")
-    elif getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        reasons.append(f"it attends through a sliding window of {config.sliding_window} tokens")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, name, None):
-            reasons.append(f"{name}={getattr(config, name)} changes its scores")
-    for name in ("logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            reasons.append(f"{name}={getattr(config, name)} changes its logits")
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope_type in ("dynamic", "longrope"):
-        reasons.append(f"its rotary embedding ({rope_type}) depends on the other rows of a batch")
-    if reasons:
-        raise ConfigError(
-            f"{model_class.__name__} cannot be trained by the FSDP engine of this version: {'; '.join(reasons)}. "
-            "Supported are causal models with full attention, as Llama, Qwen2, Qwen3 or SmolLM2."
-        )

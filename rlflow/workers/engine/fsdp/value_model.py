@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.utils.errors import ConfigError
+from rlflow.workers.engine.fsdp.families import check_model_support
 from rlflow.workers.engine.fsdp.inputs import ModelInputs
 from rlflow.workers.engine.fsdp.model import PackedModel, check_loaded, expand_path, load_hf_config, mapped_class
-from rlflow.workers.engine.fsdp.packed_attention import ATTENTION_NAME, check_attention_support, register_attention
+from rlflow.workers.engine.fsdp.packed_attention import ATTENTION_NAME, register_attention
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ class ValueModel(PackedModel):
     @property
     def exact_parts(self) -> Sequence[nn.Module]:
         return (self.head,)
+
+    @property
+    def head_name(self) -> str:
+        return find_head(self.hf_model)[0]
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Values fp32 [N]."""
@@ -93,7 +98,7 @@ def load_value_model(model_config: Any, hf_config: Any, dtype: torch.dtype, with
 
     register_attention()
     model_class = classifier_class(hf_config)
-    check_attention_support(hf_config.get_text_config(), model_class)
+    check_model_support(hf_config, model_class)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
     if with_weights:
         model = _read_weights(model_config, model_class, hf_config, options, seed)

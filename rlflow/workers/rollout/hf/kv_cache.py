@@ -14,7 +14,8 @@ One forward of the model is described by a step object, which travels to the att
     PrefillStep   whole prompts behind one another         query [1, heads, tokens, d]
 
 The attention function is registered with transformers under `ATTENTION_NAME`; a model whose attention needs anything
-that it does not do (sliding windows, sinks, soft-capped logits, ...) is refused by `check_attention_support`.
+that it does not do (sinks, chunks, ...) is refused by `check_attention_support`. A layer with a sliding window keeps
+all keys like any other and looks at the last ones.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlflow.utils.attention_needs import AttentionCalls, unsupported_attention
 from rlflow.utils.errors import ConfigError
+from rlflow.utils.torch_functional import soft_capped_attention, windowed_mask
 
 ATTENTION_NAME = "rlflow_slots"
 
-# Arguments that models hand to an attention function when they need more than plain causal attention.
-_UNSUPPORTED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q")
+# Arguments that models hand to an attention function when they need more than this engine does.
+_UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias", "cu_seq_lens_q")
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,32 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return torch.from_numpy(raw).view(dtype).view(shape)
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How a layer turns queries and keys into weights.
+
+    Attributes:
+        scaling: factor of the scores; None: head_dim ** -0.5.
+        window: keys that a token sees, itself included; None: all earlier ones.
+        softcap: scores become softcap * tanh(scores / softcap).
+    """
+
+    scaling: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """[b, heads, q, d] in and out; `causal` only without a mask and for as many queries as keys."""
+        if self.softcap is None:
+            gqa = query.shape[1] != key.shape[1]
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=causal, scale=self.scaling, enable_gqa=gqa
+            )
+        if mask is None and not causal:
+            mask = torch.zeros((), dtype=torch.float32, device=query.device).view(1, 1, 1, 1)
+        return soft_capped_attention(query, key, value, cap=self.softcap, scale=self.scaling, mask=mask)
+
+
 class DecodeStep:
     """One new token for each of the slots `0..n-1`.
 
@@ -122,27 +151,43 @@ class DecodeStep:
         self.cache = cache
         self.rows = cache.rows_of(np.arange(len(lengths), dtype=np.int64), lengths)
         self.longest = int(lengths.max()) + 1
-        self.mask = self._mask(lengths)
+        self.calls = AttentionCalls()
+        self._lengths = lengths
+        self._views: dict[int | None, tuple[int, Tensor | None]] = {}
 
-    def _mask(self, lengths: np.ndarray) -> Tensor | None:
-        """0 where a slot has a token, -inf beyond: [n, 1, 1, longest]; None when all slots are equally long."""
+    def _view(self, window: int | None) -> tuple[int, Tensor | None]:
+        """The first key that any slot sees through this window, and the mask from there on; made once a step."""
+        if window is not None and window >= self.longest:
+            window = None
+        if window not in self._views:
+            first = 0 if window is None else max(0, int(self._lengths.min()) + 1 - window)
+            self._views[window] = first, self._mask(first, window)
+        return self._views[window]
+
+    def _mask(self, first: int, window: int | None) -> Tensor | None:
+        """0 where a slot has a token that it sees, -inf elsewhere: [n, 1, 1, longest - first]; None: all see all."""
+        lengths = self._lengths
         if int(lengths.min()) + 1 == self.longest:
             return None
-        seen = np.arange(self.longest) <= lengths[:, None]
+        position = np.arange(first, self.longest)
+        seen = position <= lengths[:, None]
+        if window is not None:
+            seen &= position > lengths[:, None] - window
         mask = np.where(seen, np.float32(0), np.float32("-inf"))
         return torch.from_numpy(mask)[:, None, None].to(self.cache.device, self.cache.dtype)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Store the new token, then attend to all of the sequence. Returns [n, 1, heads, head_dim]."""
         n, heads, _, dim = query.shape
         kv_heads = key.shape[1]
         self.cache.write(layer, self.rows, key.reshape(-1, dim), value.reshape(-1, dim))
-        keys = self.cache.keys[layer][:n, :, : self.longest]
-        values = self.cache.values[layer][:n, :, : self.longest]
+        first, mask = self._view(scores.window)
+        keys = self.cache.keys[layer][:n, :, first : self.longest]
+        values = self.cache.values[layer][:n, :, first : self.longest]
         # The query heads that share a key head become the query positions of that head: grouped-query attention
         # without repeating a single key, and without any causal order among them to respect.
         grouped = query.reshape(n, kv_heads, heads // kv_heads, dim)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scaling)
+        out = scores.attend(grouped, keys, values, mask, causal=False)
         return out.reshape(n, 1, heads, dim)
 
 
@@ -159,6 +204,8 @@ class PrefillStep:
         positions = [np.arange(length, dtype=np.int64) for length in lengths]
         self.positions = np.concatenate(positions)
         self.rows = cache.rows_of(np.repeat(np.asarray(slots, dtype=np.int64), lengths), self.positions)
+        self.calls = AttentionCalls()
+        self._windowed: dict[tuple[int, int], Tensor] = {}
         self.groups: list[tuple[int, int]] = []  # (prompts, length)
         for length in lengths:
             if self.groups and self.groups[-1][1] == length:
@@ -166,17 +213,25 @@ class PrefillStep:
             else:
                 self.groups.append((1, length))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    def _mask(self, length: int, window: int | None) -> Tensor | None:
+        """Which keys the tokens of a prompt see through this window; None: all earlier ones."""
+        if window is None or window >= length:
+            return None
+        if (length, window) not in self._windowed:
+            self._windowed[length, window] = windowed_mask(None, length, window, self.cache.device)
+        return self._windowed[length, window]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Store all tokens; each attends to its own prompt up to itself. Returns [1, tokens, heads, head_dim]."""
         _, heads, tokens, dim = query.shape
-        kv_heads = key.shape[1]
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
         self.cache.write(layer, self.rows, key.reshape(-1, dim), value.reshape(-1, dim))
         out, start = [], 0
         for prompts, length in self.groups:
             stop = start + prompts * length
             q, k, v = (x[start:stop].view(prompts, length, -1, dim).transpose(1, 2) for x in (query, key, value))
-            part = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads)
+            mask = self._mask(length, scores.window)
+            part = scores.attend(q, k, v, mask, causal=mask is None)
             out.append(part.transpose(1, 2).reshape(stop - start, heads, dim))
             start = stop
         joined = out[0] if len(out) == 1 else torch.cat(out)
@@ -192,16 +247,20 @@ def slot_attention(
     *,
     kv_step: DecodeStep | PrefillStep | None = None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention interface of transformers: query [b, heads, q, d] -> [b, q, heads, d]."""
     wanted = [name for name in _UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
     if wanted or kv_step is None:
         raise ConfigError(
-            f"{type(module).__name__} asks for attention with {', '.join(wanted) or 'no step'}; the hf rollout engine "
-            "does plain causal attention only. Serve this model with another engine (rollout.name)."
+            f"{type(module).__name__} asks for attention with {', '.join(wanted) or 'no step'}, which the hf rollout "
+            "engine does not do. Serve this model with another engine (rollout.name)."
         )
-    return kv_step.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
+    kv_step.calls.count(sliding_window, softcap)
+    scores = Scores(scaling, sliding_window, softcap)
+    return kv_step.attend(module.layer_idx, query, key, value, scores), None  # type: ignore[arg-type]
 
 
 def register_attention() -> None:
@@ -217,21 +276,10 @@ def check_attention_support(config: Any) -> None:
     Raises:
         ConfigError: names the config entry and its value.
     """
-    reasons = []
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if other := layer_types - {"full_attention", "attention"}:
-        reasons.append(f"layer_types with {', '.join(sorted(other))}")
-    elif getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True) and not layer_types:
-        reasons.append(f"sliding_window={config.sliding_window}")
-    for name in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size", "mamba_d_state", "ssm_state_size"):
-        if getattr(config, name, None):
-            reasons.append(f"{name}={getattr(config, name)}")
-    for name in ("is_encoder_decoder", "use_alibi", "alibi"):
-        if getattr(config, name, False):
-            reasons.append(f"{name}=true")
+    reasons = unsupported_attention(config)
     if reasons:
         raise ConfigError(
-            f"The hf rollout engine cannot serve a {config.model_type} model with {'; '.join(reasons)}: it keeps every "
-            "token of a sequence and does plain causal attention over all of them. Take a model without it, or "
+            f"The hf rollout engine cannot serve this {config.model_type} model: {'; '.join(reasons)}. It keeps every "
+            "token of a sequence and does causal attention over all or the last of them. Take a model without it, or "
             "another engine (rollout.name)."
         )

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from rlflow.checkpoint_engine.checksum import combine, tensor_digest
+from rlflow.utils.attention_needs import AttentionCalls
 from rlflow.utils.errors import ConfigError, WeightSyncError
 from rlflow.utils.import_utils import import_external_libs
+from rlflow.utils.moe_weights import expert_parts, splits_experts
 from rlflow.workers.rollout.hf.kv_cache import (
     ATTENTION_NAME,
     KVShape,
@@ -81,9 +83,11 @@ class ServedModel:
         self.weights_dtype = weights_dtype
         self.eos_token_ids = eos_token_ids
         self.kv_shape = KVShape.from_config(model.config)
+        self._attention_calls = AttentionCalls.needed_by(model.config)
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         # Tied weights appear under all of their names; each name leads to the same tensor.
         self._targets: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+        self._parts = self._expert_parts()
         self._arrived: set[str] = set()
 
     @property
@@ -99,10 +103,12 @@ class ServedModel:
     def prefill(self, input_ids: Tensor, position_ids: Tensor, step: Any) -> None:
         """Fill the cache; no logits are computed. input_ids, position_ids int64 [1, tokens]."""
         self.module.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_step=step)
+        self._attention_calls.require(step.calls, type(self.module).__name__)
 
     def decode(self, input_ids: Tensor, position_ids: Tensor, step: Any) -> Tensor:
         """Logits [n, vocab] of the next token of each slot. input_ids, position_ids int64 [n, 1]."""
         out = self.module(input_ids=input_ids, position_ids=position_ids, use_cache=False, kv_step=step)
+        self._attention_calls.require(step.calls, type(self.module).__name__)
         return out.logits[:, -1]
 
     def load(self, name: str, tensor: Tensor) -> None:
@@ -132,12 +138,27 @@ class ServedModel:
             WeightSyncError: parameters that no tensor arrived for, by name.
         """
         arrived, self._arrived = self._arrived, set()
-        covered = {self._targets[name].data_ptr() for name in arrived}
-        lost = [name for name, p in self.module.named_parameters() if p.data_ptr() not in covered]
+        whole = arrived - {part for parts in self._parts.values() for part in parts}
+        covered = {self._targets[name].data_ptr() for name in whole}
+        lost = [
+            name
+            for name, p in self.module.named_parameters()
+            if p.data_ptr() not in covered and not (name in self._parts and self._parts[name] <= arrived)
+        ]
         if lost:
             shown = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
             raise WeightSyncError(f"{len(lost)} parameters of the served model got no weights in this sync: {shown}")
         return len(arrived), self.checksum(arrived)
+
+    def _expert_parts(self) -> dict[str, set[str]]:
+        """Packed weight -> names of its parts, which become targets: checkpoints hold one matrix an expert."""
+        if not splits_experts(self.module.config):
+            return {}
+        parts = {name: expert_parts(name, target.detach()) for name, target in self._targets.items()}
+        parts = {name: views for name, views in parts.items() if name not in views}
+        for views in parts.values():
+            self._targets |= views
+        return {name: set(views) for name, views in parts.items()}
 
     def forget_arrivals(self) -> None:
         """Drop the record of tensors loaded so far: the next update starts from nothing."""
