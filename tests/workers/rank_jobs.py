@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
@@ -21,6 +22,7 @@ from rlflow.config import CheckpointConfig, FSDPActorConfig, FSDPCriticConfig  #
 from rlflow.utils import tensordict_utils as tu  # noqa: E402
 from rlflow.workers.engine.batching import count_loss_tokens  # noqa: E402
 from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead, FSDPEngineWithValueHead  # noqa: E402
+from rlflow.workers.engine.fsdp.optim import clip_grad_norm  # noqa: E402
 from rlflow.workers.losses import ppo_loss, value_loss  # noqa: E402
 
 
@@ -101,6 +103,35 @@ def train(path, out, *, seeds, critic=False, load=None, save_to=None, **engine_o
     if save_to:
         engine.save_checkpoint(save_to, global_step=len(seeds))
     save(out, {"params": full_params(engine), "lr": lr if seeds else None, "noise": torch.rand(4)})
+
+
+def norms(out):
+    """Norm of three gradients in several layouts of a 2 x 2 mesh, and after clipping to 1."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+    torch.manual_seed(0)
+    whole = [torch.randn(5, 6), torch.randn(7), torch.randn(4, 4)]
+    layouts = {
+        "HSDP": [(Replicate(), Shard(0))] * 3,
+        "both dimensions": [(Shard(0), Shard(1)), (Shard(0), Replicate()), (Shard(1), Shard(0))],
+        "one plain": [(Replicate(), Shard(0)), None, (Shard(0), Replicate())],
+        "partial": [(Partial(), Shard(0)), (Replicate(), Replicate()), None],
+    }
+    result = {}
+    for name, placements in layouts.items():
+        params = [torch.nn.Parameter(_placed(grad, mesh, place)) for grad, place in zip(whole, placements, strict=True)]
+        for param, grad, place in zip(params, whole, placements, strict=True):
+            param.grad = _placed(grad, mesh, place)
+        result[name] = (clip_grad_norm(params, 1.0), clip_grad_norm(params, None))
+    save(out, {"expected": float(torch.cat([grad.flatten() for grad in whole]).norm()), "norms": result})
+
+
+def _placed(tensor, mesh, placements):
+    if placements is None:
+        return tensor.clone()
+    if any(place.is_partial() for place in placements):
+        local = distribute_tensor(tensor / 2, mesh, [Replicate(), *placements[1:]]).to_local()
+        return DTensor.from_local(local, mesh, placements, shape=tensor.shape, stride=tensor.stride())
+    return distribute_tensor(tensor.clone(), mesh, placements)
 
 
 def save(out, result):
