@@ -18,12 +18,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 from tiny import configs, make_batch, with_values  # noqa: E402
 
-from rlflow.config import CheckpointConfig, FSDPActorConfig, FSDPCriticConfig  # noqa: E402
+from rlflow.config import CheckpointConfig, FSDPActorConfig, FSDPCriticConfig, TrainingWorkerConfig  # noqa: E402
 from rlflow.utils import tensordict_utils as tu  # noqa: E402
 from rlflow.workers.engine.batching import count_loss_tokens  # noqa: E402
 from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead, FSDPEngineWithValueHead  # noqa: E402
 from rlflow.workers.engine.fsdp.optim import clip_grad_norm  # noqa: E402
 from rlflow.workers.losses import ppo_loss, value_loss  # noqa: E402
+from rlflow.workers.training_worker import TrainingWorker  # noqa: E402
 
 
 def build(path, *, critic=False, load=None, contents=("model", "optimizer", "extra"), **options):
@@ -103,6 +104,22 @@ def train(path, out, *, seeds, critic=False, load=None, save_to=None, **engine_o
     if save_to:
         engine.save_checkpoint(save_to, global_step=len(seeds))
     save(out, {"params": full_params(engine), "lr": lr if seeds else None, "noise": torch.rand(4)})
+
+
+def poisoned(path, out, *, folder, row):
+    """One update over a batch in which an advantage of `row` is NaN."""
+    model, engine_config, optim = configs(path, optimizer="AdamW")
+    config = TrainingWorkerConfig(model_config=model, engine_config=engine_config, optimizer_config=optim)
+    worker = TrainingWorker(config)
+    worker.reset()
+    worker.set_loss_fn(loss_of(False))
+    data = make_batch(8)
+    values, mask = ([part.clone() for part in data[name].unbind()] for name in ("advantages", "response_mask"))
+    values[row][0], mask[row][0] = float("nan"), 1
+    data.set("advantages", tu.nested_from_list(values)).set("response_mask", tu.nested_from_list(mask))
+    options = {"mini_batch_size": 8, "nonfinite_dump_folder": folder}
+    worker.train_mini_batch(tu.assign_non_tensor_whole(local_rows(data), options))
+    save(out, {})
 
 
 def norms(out):

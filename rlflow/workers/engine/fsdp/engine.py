@@ -301,8 +301,8 @@ class FSDPEngine(BaseEngine):
         if math.isfinite(norm):
             self.optimizer.step()
         else:
-            # All ranks see the same norm, so all of them skip.
-            logger.warning("gradient norm is %s: this optimizer step is skipped", norm)
+            # All ranks see the same norm, so all of them skip; what becomes of it is the caller's (NonFiniteGuard).
+            logger.info("gradient norm is %s: this optimizer step is skipped", norm)
             self.optimizer_zero_grad()
         return norm
 
