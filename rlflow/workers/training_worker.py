@@ -291,9 +291,11 @@ class TrainingWorker(Worker):
         hdfs_path: str | None = None,
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
-    ) -> None:
-        """Write the state of all ranks into the folder `local_path`."""
-        self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+    ) -> Path | None:
+        """Write the state of all ranks into the folder `local_path`; returns the file that a background save ends with
+        (see `BaseEngine.save_checkpoint`).
+        """
+        return self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rlflow.checkpoint.background import CheckpointWriter
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.device import get_device, get_torch_device, manual_seed
 from rlflow.utils.errors import ConfigError, ContractError
@@ -91,6 +92,7 @@ class FSDPEngine(BaseEngine):
         self.module: PackedModel
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
+        self._writer = CheckpointWriter()
 
     # ---- what a subclass says ------------------------------------------------------------------------------------
 
@@ -325,19 +327,25 @@ class FSDPEngine(BaseEngine):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
         **options: Any,
-    ) -> None:
-        """Write into `local_path`; atomicity and retention are the caller's (see `rlflow.checkpoint`). *Collective.*"""
+    ) -> Path | None:
+        """Write into `local_path`; atomicity and retention are the caller's (see `rlflow.checkpoint`). *Collective.*
+
+        With `checkpoint.async_save` state goes into memory here and to the disk in the background; the returned file
+        says when. A Hugging Face folder is written at once.
+        """
         if hdfs_path is not None:
             raise ConfigError("copies to a remote file system (hdfs_path) are not in this version; set it to null")
         contents = self._contents("save_contents")
         folder = Path(local_path)
         with self.eval_mode():
-            checkpoint.save_state(
-                self.module, self.optimizer, self.lr_scheduler, folder, contents=contents, global_step=global_step
-            )
+            state = (self.module, self.optimizer, self.lr_scheduler)
+            files = checkpoint.state_files(*state, folder, contents=contents, global_step=global_step)
+            in_background = self.checkpoint_config is not None and bool(self.checkpoint_config.get("async_save"))
+            done = self._writer.write(files, folder, dist.get_rank(), in_background=in_background)
             export.save_hf_folder(
                 self.module, self.model_config, folder / "huggingface", with_weights="hf_model" in contents
             )
+        return done
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **options: Any
