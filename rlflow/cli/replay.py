@@ -19,10 +19,10 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "replay",
         help="where a gradient that was not finite came from",
-        description="Computes the gradient of a dumped mini-batch again, in this process, and names the rows, the first "
-        "module and the first parameter with values that are not finite. The weights are those of the newest whole "
-        "checkpoint before the step, else the model's. Replay only dumps of your own runs: the model code that they "
-        "name is loaded.",
+        description="Computes the gradient of a dumped mini-batch again, in this process, and names the rows, the "
+        "first module and the first parameter with values that are not finite. The weights are those of the newest "
+        "whole checkpoint before the step, else the model's. Replay only dumps of your own runs: the model code that "
+        "they name is loaded.",
         epilog="example: rlflow replay checkpoints/my_project/my_run/nonfinite/step_12_actor",
     )
     parser.add_argument("dump", metavar="DUMP", type=Path, help="a folder with dump.json")

@@ -12,24 +12,50 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 from tiny import configs, make_batch, with_values  # noqa: E402
 
-from rlflow.config import CheckpointConfig, FSDPActorConfig, FSDPCriticConfig, TrainingWorkerConfig  # noqa: E402
+from rlflow.checkpoint.background import BackgroundFiles  # noqa: E402
+from rlflow.checkpoint.shards import ShardReader  # noqa: E402
+from rlflow.config import (  # noqa: E402
+    CheckpointConfig,
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPEngineConfig,
+    TrainingWorkerConfig,
+)
 from rlflow.utils import tensordict_utils as tu  # noqa: E402
 from rlflow.workers.engine.batching import count_loss_tokens  # noqa: E402
 from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead, FSDPEngineWithValueHead  # noqa: E402
 from rlflow.workers.engine.fsdp.optim import clip_grad_norm  # noqa: E402
+from rlflow.workers.engine.fsdp.shards import local_part, read_into, shard_files  # noqa: E402
 from rlflow.workers.losses import ppo_loss, value_loss  # noqa: E402
 from rlflow.workers.training_worker import TrainingWorker  # noqa: E402
 
 
-def build(path, *, critic=False, load=None, contents=("model", "optimizer", "extra"), **options):
+def build(
+    path,
+    *,
+    critic=False,
+    load=None,
+    contents=("model", "optimizer", "extra"),
+    async_save=False,
+    fsdp_size=None,
+    **options,
+):
+    known = {field.name for field in dataclasses.fields(FSDPEngineConfig)}
+    if fsdp_size is not None and "fsdp_size" in known:
+        options["fsdp_size"] = fsdp_size
     model, engine_config, optim = configs(path, **options)
-    checkpoint = CheckpointConfig(save_contents=list(contents), load_contents=["model", "optimizer", "extra"])
+    if fsdp_size is not None and "fsdp_size" not in known:
+        engine_config.fsdp_size = fsdp_size
+    checkpoint = CheckpointConfig(
+        save_contents=list(contents), load_contents=["model", "optimizer", "extra"], async_save=async_save
+    )
     engine_cls = FSDPEngineWithValueHead if critic else FSDPEngineWithLMHead
     engine = engine_cls(model, engine_config, optim, checkpoint)
     engine.initialize()
@@ -93,17 +119,60 @@ def gradient(path, out, *, critic=False, steps=0, seed=0, loss=None, options=Non
     save(out, result)
 
 
-def train(path, out, *, seeds, critic=False, load=None, save_to=None, **engine_options):
-    """AdamW steps over the batches of `seeds`, optionally from and to a checkpoint."""
-    engine = build(path, critic=critic, load=load, optimizer="AdamW", lr=1e-2, **engine_options)
-    loss_fn = loss_of(critic)
-    for seed in seeds:
-        with engine.train_mode():
-            engine.train_batch(local_rows(with_values(make_batch(8, seed), seed)), loss_fn)
-        lr = engine.lr_scheduler_step()
+def train(path, out, *, seeds, critic=False, load=None, save_to=None, lr=1e-2, **engine_options):
+    """AdamW steps over the batches of `seeds`, optionally from and to a checkpoint; one that is written in the
+    background is written while two more steps change everything.
+    """
+    engine = build(path, critic=critic, load=load, optimizer="AdamW", lr=lr, **engine_options)
+    losses = [_train_step(engine, critic, seed) for seed in seeds]
+    last = engine.lr_scheduler.get_last_lr()[0]
+    params, noise = full_params(engine), None
     if save_to:
-        engine.save_checkpoint(save_to, global_step=len(seeds))
-    save(out, {"params": full_params(engine), "lr": lr if seeds else None, "noise": torch.rand(4)})
+        mark = engine.save_checkpoint(save_to, global_step=len(seeds))
+        if mark is not None:
+            noise = torch.rand(4)
+            for seed in (100, 101):
+                _train_step(engine, critic, seed)
+            BackgroundFiles([mark], 60).wait()
+            dist.barrier()
+    noise = torch.rand(4) if noise is None else noise
+    save(out, {"params": params, "losses": losses, "lr": last if seeds else None, "noise": noise})
+
+
+def _train_step(engine, critic, seed):
+    """One AdamW step and the schedule's; the loss over all ranks."""
+    with engine.train_mode():
+        outputs = engine.train_batch(local_rows(with_values(make_batch(8, seed), seed)), loss_of(critic))
+    engine.lr_scheduler_step()
+    loss = torch.tensor(sum(outputs["loss"]))
+    dist.all_reduce(loss)
+    return float(loss) / dist.get_world_size()
+
+
+def shard_layouts(out, *, folder):
+    """Tensors of several layouts of a 2 x 2 mesh, saved by rows and read back into each of these layouts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(6, 7, bias=False)
+    weight = linear.weight.detach().clone()
+    linear.weight = torch.nn.Parameter(distribute_tensor(weight, mesh["tp"], [Shard(0)]))
+    fully_shard(linear, mesh=mesh["fsdp"])  # both dimensions of the mesh split dimension 0
+    placements = [(Shard(0), Shard(1)), (Replicate(), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Replicate()), None]
+    stored = {"strided": linear.weight}
+    stored |= {str(i): weight if p is None else distribute_tensor(weight, mesh, p) for i, p in enumerate(placements)}
+    for file in shard_files(stored.items(), Path(folder)):
+        file.write()
+    dist.barrier()
+    equal = True
+    with ShardReader(Path(folder)) as reader:
+        for name in stored:
+            for like in stored.values():
+                found = torch.zeros_like(like)
+                read_into(reader, name, found)
+                equal &= torch.equal(local_part(found), local_part(like))
+    flags = [None] * 4
+    dist.all_gather_object(flags, equal)
+    save(out, {"equal": all(flags), "weight": weight, "names": list(stored)})
 
 
 def poisoned(path, out, *, folder, row):

@@ -58,7 +58,7 @@ class PreparedCheckpoint:
         return self._thread is None or not self._thread.is_alive()
 
     def claim(self) -> bool:
-        """True for the first caller: the thread of the run and the one that ends it may both want to give it its name."""
+        """True for the first caller: the thread of the run and the one that ends it may both want to commit it."""
         return self._unclaimed.acquire(blocking=False)
 
     def result(self, timeout_s: float | None = None) -> bool:

@@ -6,8 +6,8 @@
 Invariants
     - `step` and `path` name a checkpoint that was saved and validated and is still there. A better validation of a
       step that was not saved stands in `history` only; `path` is null as long as no validated step was saved.
-    - The file follows from `history`, which has one entry a validation; a lost one is made again from `metrics.jsonl`. A run that goes back to an earlier checkpoint
-      forgets the validations it will do again.
+    - The file follows from `history`, which has one entry a validation; a lost one is made again from `metrics.jsonl`.
+      A run that goes back to an earlier checkpoint forgets the validations it will do again.
     - Of equal values the earlier step is the best: the later one is no improvement.
 """
 
@@ -124,7 +124,7 @@ def _ranked(run_folder: Path, history: list[dict[str, Any]], mode: str) -> list[
 
 
 def _from_disk(run_folder: Path, metric: str, before: int) -> list[dict[str, Any]]:
-    """The history as the numbers of the run and its checkpoints tell it, for a file that is lost or of another metric."""
+    """The history as numbers and checkpoints of the run tell it, for a file that is lost or of another metric."""
     path = run_folder / METRICS
     values = {}
     for line in read_lines(path) if path.is_file() else ():
