@@ -54,8 +54,8 @@ def mark_best(run_folder: Path, step: int, metrics: dict[str, Any], saved: bool,
         notice(f"trainer.best_metric={metric} is no metric of the validation, so no checkpoint is marked: {known}")
         return False
     value = float(metrics[metric])
-    known = state.get("history", []) if state.get("metric") == metric else _from_disk(run_folder, metric, step)
-    history = [entry for entry in known if entry["step"] < step]
+    before = state.get("history", []) if state.get("metric") == metric else _from_disk(run_folder, metric, step)
+    history = [entry for entry in before if entry["step"] < step]
     if math.isfinite(value):
         history.append({"step": step, "value": value, "saved": bool(saved)})
     best = _write(run_folder, metric, history, config.trainer.best_mode)

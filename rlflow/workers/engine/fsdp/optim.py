@@ -107,7 +107,8 @@ def grad_norm(grads: Iterable[Tensor]) -> float:
     """
     shards: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for grad in grads:
-        mesh, dims = None, ()
+        mesh: DeviceMesh | None = None
+        dims: tuple[int, ...] = ()
         if isinstance(grad, DTensor):
             if any(placement.is_partial() for placement in grad.placements):
                 whole = [Replicate() if place.is_partial() else place for place in grad.placements]

@@ -102,7 +102,7 @@ def shard_files(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> Iterator
 
 @torch.no_grad()
 def read_into(reader: ShardReader, name: str, tensor: Tensor) -> None:
-    """Fill this rank's part of `tensor`; a collective under tensor parallel. `CheckpointError` when the shapes differ."""
+    """Fill this rank's part of `tensor` (a collective under tensor parallel). `CheckpointError`: other shapes."""
     shape = list(tensor.shape)
     if reader.tensors[name]["shape"] != shape:
         raise CheckpointError(
