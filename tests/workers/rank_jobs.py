@@ -19,7 +19,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 from tiny import configs, make_batch, with_values  # noqa: E402
 
-from rlflow.checkpoint.background import BackgroundFiles  # noqa: E402
 from rlflow.checkpoint.shards import ShardReader  # noqa: E402
 from rlflow.config import (  # noqa: E402
     CheckpointConfig,
@@ -120,23 +119,14 @@ def gradient(path, out, *, critic=False, steps=0, seed=0, loss=None, options=Non
 
 
 def train(path, out, *, seeds, critic=False, load=None, save_to=None, lr=1e-2, **engine_options):
-    """AdamW steps over the batches of `seeds`, optionally from and to a checkpoint; one that is written in the
-    background is written while two more steps change everything.
-    """
+    """AdamW steps over the batches of `seeds`, optionally from and to a checkpoint."""
     engine = build(path, critic=critic, load=load, optimizer="AdamW", lr=lr, **engine_options)
     losses = [_train_step(engine, critic, seed) for seed in seeds]
     last = engine.lr_scheduler.get_last_lr()[0]
-    params, noise = full_params(engine), None
     if save_to:
-        mark = engine.save_checkpoint(save_to, global_step=len(seeds))
-        if mark is not None:
-            noise = torch.rand(4)
-            for seed in (100, 101):
-                _train_step(engine, critic, seed)
-            BackgroundFiles([mark], 60).wait()
-            dist.barrier()
-    noise = torch.rand(4) if noise is None else noise
-    save(out, {"params": params, "losses": losses, "lr": last if seeds else None, "noise": noise})
+        engine.save_checkpoint(save_to, global_step=len(seeds))
+    last = last if seeds else None
+    save(out, {"params": full_params(engine), "losses": losses, "lr": last, "noise": torch.rand(4)})
 
 
 def _train_step(engine, critic, seed):
@@ -147,32 +137,6 @@ def _train_step(engine, critic, seed):
     loss = torch.tensor(sum(outputs["loss"]))
     dist.all_reduce(loss)
     return float(loss) / dist.get_world_size()
-
-
-def shard_layouts(out, *, folder):
-    """Tensors of several layouts of a 2 x 2 mesh, saved by rows and read back into each of these layouts."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    torch.manual_seed(0)
-    linear = torch.nn.Linear(6, 7, bias=False)
-    weight = linear.weight.detach().clone()
-    linear.weight = torch.nn.Parameter(distribute_tensor(weight, mesh["tp"], [Shard(0)]))
-    fully_shard(linear, mesh=mesh["fsdp"])  # both dimensions of the mesh split dimension 0
-    placements = [(Shard(0), Shard(1)), (Replicate(), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Replicate()), None]
-    stored = {"strided": linear.weight}
-    stored |= {str(i): weight if p is None else distribute_tensor(weight, mesh, p) for i, p in enumerate(placements)}
-    for file in shard_files(stored.items(), Path(folder)):
-        file.write()
-    dist.barrier()
-    equal = True
-    with ShardReader(Path(folder)) as reader:
-        for name in stored:
-            for like in stored.values():
-                found = torch.zeros_like(like)
-                read_into(reader, name, found)
-                equal &= torch.equal(local_part(found), local_part(like))
-    flags = [None] * 4
-    dist.all_gather_object(flags, equal)
-    save(out, {"equal": all(flags), "weight": weight, "names": list(stored)})
 
 
 def poisoned(path, out, *, folder, row):
@@ -191,24 +155,63 @@ def poisoned(path, out, *, folder, row):
     save(out, {})
 
 
-def norms(out):
-    """Norm of three gradients in several layouts of a 2 x 2 mesh, and after clipping to 1."""
+def layouts(out, *, folder):
+    """What depends on how a tensor lies on a 2 x 2 mesh: gradient norms, and shards on disk."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
     torch.manual_seed(0)
+    save(out, _norms(mesh) | _shards(mesh, Path(folder)))
+
+
+def _norms(mesh):
+    """Norm of three gradients in several layouts, and after clipping to 1."""
     whole = [torch.randn(5, 6), torch.randn(7), torch.randn(4, 4)]
-    layouts = {
+    placed = {
         "HSDP": [(Replicate(), Shard(0))] * 3,
         "both dimensions": [(Shard(0), Shard(1)), (Shard(0), Replicate()), (Shard(1), Shard(0))],
         "one plain": [(Replicate(), Shard(0)), None, (Shard(0), Replicate())],
         "partial": [(Partial(), Shard(0)), (Replicate(), Replicate()), None],
     }
-    result = {}
-    for name, placements in layouts.items():
+    found = {}
+    for name, placements in placed.items():
         params = [torch.nn.Parameter(_placed(grad, mesh, place)) for grad, place in zip(whole, placements, strict=True)]
         for param, grad, place in zip(params, whole, placements, strict=True):
             param.grad = _placed(grad, mesh, place)
-        result[name] = (clip_grad_norm(params, 1.0), clip_grad_norm(params, None))
-    save(out, {"expected": float(torch.cat([grad.flatten() for grad in whole]).norm()), "norms": result})
+        found[name] = (clip_grad_norm(params, 1.0), clip_grad_norm(params, None))
+    # Both dimensions of the mesh split dimension 0, as FSDP over tensor parallel does.
+    params = [_split_twice(mesh, whole[2]).weight, *(torch.nn.Parameter(grad.clone()) for grad in whole[:2])]
+    for param in params:
+        param.grad = param.detach().clone()
+    found["split twice"] = (clip_grad_norm(params, 1.0), clip_grad_norm(params, None))
+    return {"norm": float(torch.cat([grad.flatten() for grad in whole]).norm()), "norms": found}
+
+
+def _shards(mesh, folder):
+    """A weight in several layouts, saved by rows and read back into each of these layouts."""
+    weight = torch.randn(8, 6)
+    placed = [(Shard(0), Shard(1)), (Replicate(), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Replicate()), None]
+    stored = {str(place): _placed(weight, mesh, place) for place in placed}
+    stored["split twice"] = _split_twice(mesh, weight).weight
+    for file in shard_files(stored.items(), folder):
+        file.write()
+    dist.barrier()
+    equal = True
+    with ShardReader(folder) as reader:
+        for name in stored:
+            for like in stored.values():
+                found = torch.zeros_like(like)
+                read_into(reader, name, found)
+                equal &= torch.equal(local_part(found), local_part(like))
+    flags = [None] * 4
+    dist.all_gather_object(flags, equal)
+    return {"read": all(flags), "weight": weight, "names": list(stored)}
+
+
+def _split_twice(mesh, weight):
+    linear = torch.nn.Linear(*reversed(weight.shape), bias=False)
+    first, second = mesh.mesh_dim_names
+    linear.weight = torch.nn.Parameter(distribute_tensor(weight.clone(), mesh[second], [Shard(0)]))
+    fully_shard(linear, mesh=mesh[first])
+    return linear
 
 
 def _placed(tensor, mesh, placements):

@@ -10,6 +10,7 @@ from rank_jobs import build, full_params, loss_of
 from safetensors import safe_open
 from tiny import make_batch, with_values
 
+from rlflow.checkpoint.background import BackgroundFiles
 from rlflow.checkpoint.shards import ShardReader
 from rlflow.utils.errors import CheckpointError
 
@@ -53,23 +54,6 @@ def test_any_number_of_ranks_goes_on_from_what_any_number_wrote(tiny_model, run_
     # Replicas of the 2 x 2 mesh write nothing twice.
     assert len(list((tmp_path / "hsdp" / "model").glob("rank_*"))) == 2
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".pkl", ".bin")]
-
-
-def test_layouts_of_tensor_parallel_are_saved_by_rows_and_read_into_any_layout(run_ranks, tmp_path):
-    result = run_ranks(4, "shard_layouts", folder=str(tmp_path / "model"))
-    assert result["equal"]
-    with ShardReader(tmp_path / "model") as reader:
-        for name in result["names"]:
-            assert torch.equal(reader.read(name, 0, 7), result["weight"]), name
-
-
-def test_a_save_in_the_background_holds_the_state_of_its_moment(tiny_model, run_ranks, tmp_path):
-    folder = str(tmp_path / "actor")
-    saved = run_ranks(2, "train", path=tiny_model, seeds=[0, 1], save_to=folder, async_save=True)
-    loaded = run_ranks(2, "train", path=tiny_model, seeds=[], load=folder)
-    assert_equal(loaded["params"], saved["params"])
-    assert torch.equal(loaded["noise"], saved["noise"])
-    assert not list((tmp_path / "actor").glob(".*"))
 
 
 @pytest.fixture
@@ -198,3 +182,24 @@ def test_a_truncated_file_is_named(engine, tmp_path):
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors"):
         engine.load_checkpoint(str(tmp_path))
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_moment(single_process_group, tiny_model, tmp_path):
+    engine = build(tiny_model, optimizer="AdamW", lr=1e-2, async_save=True)
+
+    def step(seed):
+        with engine.train_mode():
+            engine.train_batch(with_values(make_batch(8, seed)), loss_of(False))
+        engine.lr_scheduler_step()
+
+    step(0)
+    mark = engine.save_checkpoint(str(tmp_path / "actor"))
+    step(1)
+    expected = {name: value.clone() for name, value in full_params(engine).items()}
+    BackgroundFiles([mark], 60).wait()
+    again = build(tiny_model, optimizer="AdamW", lr=1e-2, load=str(tmp_path / "actor"))
+    assert not torch.equal(full_params(again)["model.norm.weight"], expected["model.norm.weight"])
+    engine = again
+    step(1)
+    assert_equal(full_params(again), expected)
+    assert not list((tmp_path / "actor").glob(".*"))

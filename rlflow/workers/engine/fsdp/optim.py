@@ -114,7 +114,8 @@ def grad_norm(grads: Iterable[Tensor]) -> float:
                 whole = [Replicate() if place.is_partial() else place for place in grad.placements]
                 grad = grad.redistribute(placements=whole)
             mesh = grad.device_mesh
-            dims = tuple(dim for dim, placement in enumerate(grad.placements) if placement.is_shard())
+            # Not `is_shard`: the placement of a dimension that tensor parallel and FSDP both split says no to it.
+            dims = tuple(dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate())
         shards.setdefault((mesh, dims), []).append(_local(grad))
     total = 0.0
     for (mesh, dims), parts in shards.items():

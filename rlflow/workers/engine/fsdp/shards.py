@@ -30,7 +30,8 @@ def _row_placements(tensor: Tensor) -> list[Placement] | None:
     """
     if not isinstance(tensor, DTensor):
         return None
-    split = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    # Not `is_shard`: the placement of a dimension that tensor parallel and FSDP both split says no to it.
+    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if not split or (len(split) == 1 and tensor.placements[split[0]] == Shard(0)):
         return None
     return [Shard(0) if dim == split[-1] else Replicate() for dim in range(tensor.device_mesh.ndim)]
