@@ -40,7 +40,7 @@ class PendingDirectory:
     def __init__(self, final: Path | str) -> None:
         self.final = Path(final)
         self.work = work_path(self.final)
-        with self._explained():
+        with self.explained():
             shutil.rmtree(self.work, ignore_errors=True)  # left by a process that died
             self.work.mkdir(parents=True)
 
@@ -50,7 +50,7 @@ class PendingDirectory:
         Raises:
             CheckpointError: the disk is full or refuses; the message names the folder, and nothing of it is left.
         """
-        with self._explained():
+        with self.explained():
             if not (self.work / MANIFEST).exists():
                 write_manifest(self.work)
             fsync_tree(self.work)
@@ -61,7 +61,7 @@ class PendingDirectory:
         Raises:
             CheckpointError: as `prepare`.
         """
-        with self._explained():
+        with self.explained():
             _replace(self.work, self.final)
 
     def discard(self) -> None:
@@ -69,7 +69,8 @@ class PendingDirectory:
         shutil.rmtree(self.work, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
+        """An error of the block removes what was written and says which checkpoint it was."""
         try:
             yield
         except OSError as error:
@@ -83,7 +84,7 @@ class PendingDirectory:
     @contextlib.contextmanager
     def filling(self) -> Iterator[Path]:
         """The block writes below the yielded path; an error removes what it wrote. Ends with `prepare`."""
-        with self._explained():
+        with self.explained():
             yield self.work
         self.prepare()
 

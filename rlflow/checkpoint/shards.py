@@ -1,4 +1,4 @@
-"""Reading sharded tensors from a folder: one safetensors file a rank and an index of who holds which rows.
+"""Sharded tensors in a folder: one safetensors file a rank and an index of who holds which rows.
 
 `index.json`: {"format", "tensors": {name: {"dtype", "shape", "pieces": [{"file", "start", "length"}]}}}; start and
 length count along dimension 0. The workers write it (`rlflow.workers.engine.fsdp.shards`).
@@ -8,10 +8,12 @@ Invariant: the pieces of a tensor cover it once, so that any range of rows can b
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,36 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} was not written: {error}") from error
+
+
+@dataclass(frozen=True)
+class PendingFile:
+    """A file of a checkpoint that is not written yet: tensors for a safetensors file, or a value for JSON.
+
+    Fields:
+        path: where it goes; its folder is made.
+    """
+
+    path: Path
+    tensors: dict[str, Tensor] | None = None
+    json: Any = None
+
+    def write(self) -> None:
+        """Write it from the memory that it is in now; `CheckpointError` when the disk refuses."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.tensors is None:
+                write_json(self.path, self.json)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} was not written: {error}") from error
+        if self.tensors is not None:
+            write_tensors({name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}, self.path)
+
+    def snapshot(self) -> PendingFile:
+        """The same file from a copy in this host's memory, which later steps do not change."""
+        if self.tensors is None:
+            return replace(self, json=copy.deepcopy(self.json))
+        return replace(self, tensors={name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()})
 
 
 class ShardReader:

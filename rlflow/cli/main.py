@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace": ("rlflow.cli.trace", "the life of one trajectory or group of a run"),
     "view": ("rlflow.cli.view", "a run as static web pages that open from disk"),
     "merge": ("rlflow.cli.merge", "a checkpoint as a folder that transformers loads"),
+    "replay": ("rlflow.cli.replay", "where a gradient that was not finite came from"),
 }
 BAD_INPUT = 2
 

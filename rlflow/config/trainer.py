@@ -73,6 +73,8 @@ class TrainerConfig(BaseConfig):
     resume_from_path: str | None = None
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     max_actor_ckpt_to_keep: int | None = None
+    max_critic_ckpt_to_keep: int | None = None
+    max_best_ckpt_to_keep: int = 1
     best_metric: str | None = None
     best_mode: str = "max"
     stall_timeout_s: float = 600.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -43,11 +44,15 @@ class PolicyLossConfig(BaseConfig):
 
 @dataclass
 class CheckpointConfig(BaseConfig):
-    """What a checkpoint holds: any of "model", "optimizer", "extra" (schedule, RNG), "hf_model" (a HF folder)."""
+    """What a checkpoint holds: any of "model", "optimizer", "extra" (schedule, RNG), "hf_model" (a HF folder).
+
+    `async_save`: the files are written while training goes on.
+    """
 
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     save_lora_only: bool = False
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         known = {"model", "optimizer", "extra", "hf_model"}
@@ -58,9 +63,15 @@ class CheckpointConfig(BaseConfig):
 
 @dataclass
 class OptimizerConfig(BaseConfig):
-    """Options every optimizer has; `lr_warmup_steps` <= 0 means `lr_warmup_steps_ratio` x total steps."""
+    """Options every optimizer has; `lr_warmup_steps` <= 0 means `lr_warmup_steps_ratio` x total steps.
 
-    _mutable_fields: ClassVar[frozenset[str]] = frozenset({"total_training_steps", "lr_warmup_steps"})
+    `nonfinite_grad`: what an optimizer step whose gradient is not finite does, "skip" or "stop" the run;
+    `max_skipped_steps` in a row stop it too (0: any number). `nonfinite_dump_every`: the mini-batch of the first of so
+    many such steps is written to the run folder (0: of none), at most `nonfinite_dump_max_mb` MB of it.
+    `grad_clip` is an old name of `clip_grad`.
+    """
+
+    _mutable_fields: ClassVar[frozenset[str]] = frozenset({"clip_grad", "total_training_steps", "lr_warmup_steps"})
 
     lr: float = 1e-3
     lr_warmup_steps: int = -1
@@ -69,21 +80,53 @@ class OptimizerConfig(BaseConfig):
     weight_decay: float = 0.01
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     clip_grad: float | None = 1.0
+    grad_clip: float | None = None
+    nonfinite_grad: str = "skip"
+    max_skipped_steps: int = 20
+    nonfinite_dump_every: int = 10
+    nonfinite_dump_max_mb: float = 256.0
+
+    def __post_init__(self) -> None:
+        if self.grad_clip is not None:
+            warnings.warn("optim.grad_clip is an old name; use optim.clip_grad", DeprecationWarning, stacklevel=3)
+            self.clip_grad = self.grad_clip
+        if not 0.0 <= self.lr_warmup_steps_ratio <= 1.0:
+            raise ConfigError(
+                f"optim.lr_warmup_steps_ratio={self.lr_warmup_steps_ratio} is no share of the steps; use 0 to 1, or "
+                "optim.lr_warmup_steps for a number"
+            )
+        if self.nonfinite_grad not in ("skip", "stop"):
+            raise ConfigError(f"optim.nonfinite_grad={self.nonfinite_grad!r} is unknown; use skip or stop")
+        for name in ("max_skipped_steps", "nonfinite_dump_every", "nonfinite_dump_max_mb"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"optim.{name}={getattr(self, name)} is negative; 0 switches it off")
 
 
 @dataclass
 class FSDPOptimizerConfig(OptimizerConfig):
-    """The optimizer class by name, its extra arguments, and the LR schedule (constant or cosine)."""
+    """The optimizer class by name, its extra arguments, and the LR schedule (constant or cosine).
+
+    `warmup_style` is an old name of `lr_scheduler_type`.
+    """
+
+    _mutable_fields: ClassVar[frozenset[str]] = OptimizerConfig._mutable_fields | {"lr_scheduler_type"}
 
     optimizer: str = "AdamW"
     optimizer_impl: str = "torch.optim"
     override_optimizer_config: dict[str, Any] | None = None
     lr_scheduler_type: str = "constant"
-    min_lr_ratio: float = 0.0
+    warmup_style: str | None = None
+    min_lr_ratio: float | None = 0.0
     num_cycles: float = 0.5
     zero_indexed_step: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_style is not None:
+            warnings.warn(
+                "optim.warmup_style is an old name; use optim.lr_scheduler_type", DeprecationWarning, stacklevel=3
+            )
+            self.lr_scheduler_type = self.warmup_style
         if self.lr_scheduler_type not in ("constant", "cosine"):
             raise ConfigError(f"optim.lr_scheduler_type={self.lr_scheduler_type!r} is unknown; use constant or cosine")
 

@@ -112,7 +112,9 @@ class RunRecorder:
 
         def until_saved(lines: list[dict[str, Any]]) -> int:
             saved = [i for i, line in enumerate(lines) if line.get("event") == "saved" and line.get("step") == step]
-            return saved[-1] + 1 if saved else before_later_steps(lines)
+            later = before_later_steps(lines)
+            # A save in the background is told after lines of steps that will be done again.
+            return saved[-1] + 1 if saved and saved[-1] < later else later
 
         roll_back(self.folder / METRICS, before_later_steps)
         return roll_back(self.folder / JOURNAL, until_saved)

@@ -37,3 +37,7 @@ class CheckpointError(RlflowError):
 
 class RewardError(RlflowError):
     """Rewards of a whole step are unusable."""
+
+
+class NonFiniteGradientError(RlflowError):
+    """Gradients are NaN or infinite, and the configuration says to stop."""

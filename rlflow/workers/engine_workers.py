@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -243,9 +244,9 @@ class ActorRolloutRefWorker(Worker):
         hdfs_path: str | None = None,
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
-    ) -> None:
-        """Write the policy's state into the folder `local_path`."""
-        self._actor().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+    ) -> Path | None:
+        """Write the policy's state into the folder `local_path`; see `TrainingWorker.save_checkpoint`."""
+        return self._actor().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,13 +29,19 @@ from rlflow.utils.metric import AggregationType, Metric
 from rlflow.workers.engine.base import BaseEngine, LossFunction
 from rlflow.workers.engine.process import prepare_process
 from rlflow.workers.engine.registry import EngineRegistry
+from rlflow.workers.nonfinite.dump import DumpRequest, write_dump
+from rlflow.workers.nonfinite.guard import NonFiniteGuard
 
 Metrics = dict[str, Metric]
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateOptions:
-    """How `train_mini_batch` goes over its rows; sizes count rows on all ranks together."""
+    """How `train_mini_batch` goes over its rows; sizes count rows on all ranks together.
+
+    `nonfinite_dump_folder`: where the mini-batch of a gradient that is not finite is written (None: nowhere), with the
+    number of the event behind the name; `global_steps`: the step that it belongs to.
+    """
 
     mini_batch_size: int | None = None
     num_mini_batch: int | None = None
@@ -43,6 +50,8 @@ class UpdateOptions:
     dataloader_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     disable_auto_offload: bool = False
     return_model_output: bool = False
+    nonfinite_dump_folder: str | None = None
+    global_steps: int | None = None
 
     @classmethod
     def pop_from(cls, data: TensorDict) -> UpdateOptions:
@@ -114,6 +123,7 @@ class TrainingWorker(Worker):
         if hf_config is not None:
             self.flops_counter = FlopsCounter(hf_config, vocab_head=config.model_type != "value_model")
         self.loss_fn: LossFunction | None = None
+        self._nonfinite = NonFiniteGuard(config.optimizer_config)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -168,7 +178,7 @@ class TrainingWorker(Worker):
         started = time.perf_counter()
         with self.engine.train_mode(disable_auto_offload=options.disable_auto_offload):
             for mini in tu.make_iterator(data, rows, options.epochs, seed, options.dataloader_kwargs):
-                step, outputs = self._train_step(mini, loss_fn)
+                step, outputs = self._train_step(mini, loss_fn, options)
                 steps.append(step)
                 lengths.extend(tu.nested_lengths(mini["input_ids"]).tolist())
         metrics = self._gather(steps, lengths, time.perf_counter() - started, forward_only=False)
@@ -181,12 +191,12 @@ class TrainingWorker(Worker):
         """One optimizer step over all rows; the schedule advances only with `update_lr_scheduler`."""
         loss_fn = self._loss_fn()
         data = data.copy()
-        offload = bool(tu.pop(data, "disable_auto_offload", False))
+        options = UpdateOptions.pop_from(data)
         update_lr = bool(tu.pop(data, "update_lr_scheduler", False))
         tu.pop(data, "global_batch_size")
         started = time.perf_counter()
-        with self.engine.train_mode(disable_auto_offload=offload):
-            step, _ = self._train_step(data, loss_fn)
+        with self.engine.train_mode(disable_auto_offload=options.disable_auto_offload):
+            step, _ = self._train_step(data, loss_fn, options)
         lengths = tu.nested_lengths(data["input_ids"]).tolist()
         metrics = self._gather([step], lengths, time.perf_counter() - started, forward_only=False)
         if update_lr:
@@ -220,9 +230,21 @@ class TrainingWorker(Worker):
             raise ContractError("no loss function: call set_loss_fn before training")
         return self.loss_fn
 
-    def _train_step(self, data: TensorDict, loss_fn: LossFunction) -> tuple[_Step, dict[str, Any]]:
+    def _train_step(
+        self, data: TensorDict, loss_fn: LossFunction, options: UpdateOptions
+    ) -> tuple[_Step, dict[str, Any]]:
         outputs = self.engine.train_batch(data, loss_fn)
         grad_norm = outputs["metrics"].pop("grad_norm")
+
+        def dump(event: int) -> Path | None:
+            if options.nonfinite_dump_folder is None:
+                return None
+            folder = Path(f"{options.nonfinite_dump_folder}_{event}")
+            max_bytes = 1e6 * self.config.optimizer_config.nonfinite_dump_max_mb
+            request = DumpRequest(folder, options.global_steps, max_bytes)
+            return write_dump(request, self.engine, self.config, data, loss_fn, grad_norm)
+
+        self._nonfinite.check(grad_norm, dump)
         return _Step(outputs["metrics"], sum(outputs["loss"]), grad_norm), outputs["model_output"]
 
     def _output(self, metrics: Metrics, model_output: dict[str, Any] | None = None) -> TensorDict | None:
@@ -245,6 +267,8 @@ class TrainingWorker(Worker):
         metrics: Metrics = {}
         for i in range(len(steps)):
             _merge_step(metrics, [rank[0][i] for rank in ranks])
+        if self._nonfinite.in_a_row:
+            metrics["skipped_in_a_row"] = Metric(AggregationType.MAX, float(self._nonfinite.in_a_row))
         metrics.update(memory_metrics())
         mfu = self._mfu(sum(rank[1] for rank in ranks), max(rank[2] for rank in ranks), forward_only)
         if mfu is not None:
@@ -267,9 +291,11 @@ class TrainingWorker(Worker):
         hdfs_path: str | None = None,
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
-    ) -> None:
-        """Write the state of all ranks into the folder `local_path`."""
-        self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+    ) -> Path | None:
+        """Write the state of all ranks into the folder `local_path`; returns the file that a background save ends with
+        (see `BaseEngine.save_checkpoint`).
+        """
+        return self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(

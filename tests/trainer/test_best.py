@@ -10,13 +10,17 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlflow.checkpoint import list_checkpoints, prune, write_manifest
-from rlflow.trainer.ppo.best import best_step, first_core_mean, forget_best_after, mark_best
+from rlflow.trainer.ppo.best import best_steps, first_core_mean, forget_best_after, mark_best, mark_saved
 
 ACC = "val-core/s/acc/mean@2"
 
 
-def config(metric: str | None = None, mode: str = "max") -> Any:
-    return OmegaConf.create({"trainer": {"best_metric": metric, "best_mode": mode}})
+def config(metric: str | None = None, mode: str = "max", keep: int = 1) -> Any:
+    return OmegaConf.create({"trainer": {"best_metric": metric, "best_mode": mode, "max_best_ckpt_to_keep": keep}})
+
+
+def best_step(folder: Path) -> int | None:
+    return next(iter(best_steps(folder, config())), None)
 
 
 def save(folder: Path, *steps: int) -> None:
@@ -123,3 +127,41 @@ def test_an_unreadable_file_is_begun_anew(tmp_path: Path, text: str) -> None:
     save(tmp_path, 1)
     assert best_step(tmp_path) is None
     assert mark_best(tmp_path, 1, {ACC: 0.5}, True, config()) and state(tmp_path)["step"] == 1
+
+
+def test_a_step_whose_save_ends_later_is_the_best_from_then_on(tmp_path: Path) -> None:
+    mark_best(tmp_path, 1, {ACC: 0.5}, False, config())
+    mark_best(tmp_path, 2, {ACC: 0.4}, False, config())
+    assert best_step(tmp_path) is None
+    save(tmp_path, 1)
+    assert mark_saved(tmp_path, 1, config()) and best_step(tmp_path) == 1
+    assert [entry["step"] for entry in state(tmp_path)["history"]] == [1, 2], "what came meanwhile stays"
+    assert not mark_saved(tmp_path, 3, config()), "a step without a validation"
+
+
+def test_several_best_ones_stay_also_those_of_an_earlier_run(tmp_path: Path) -> None:
+    save(tmp_path, *range(1, 7))
+    for step, value in enumerate((0.9, 0.1, 0.7, 0.9, 0.2, 0.3), start=1):
+        mark_best(tmp_path, step, {ACC: value}, True, config())
+    assert best_steps(tmp_path, config(keep=3)) == [1, 4, 3] and best_steps(tmp_path, config(keep=0)) == []
+    assert best_steps(tmp_path, config(mode="min", keep=2)) == [2, 5]
+    prune(tmp_path, 1, protect=best_steps(tmp_path, config(keep=3)))
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["6", "4", "3", "1"]
+
+
+def test_a_lost_file_is_made_again_from_the_numbers_and_the_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, 2, 4)
+    numbers = [(0, 0.9), (2, 0.6), (3, 0.8), (4, 0.5), (6, 0.1)]
+    lines = [json.dumps({"step": step, "data": {ACC: value, "actor/lr": 1.0}}) for step, value in numbers]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, json.dumps({"step": 5, "data": {"actor/lr": 1.0}})]))
+    (tmp_path / "best_checkpoint.json").write_text("{")
+    assert not mark_best(tmp_path, 6, {ACC: 0.1}, False, config())
+    found = state(tmp_path)
+    assert found["step"] == 2 and Path(found["path"]).name == "global_step_2"
+    assert [(entry["step"], entry["saved"]) for entry in found["history"]] == [
+        (0, False),
+        (2, True),
+        (3, False),
+        (4, True),
+        (6, False),
+    ]

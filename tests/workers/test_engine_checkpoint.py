@@ -6,8 +6,12 @@ import json
 
 import pytest
 import torch
-from rank_jobs import build, full_params
+from rank_jobs import build, full_params, loss_of
+from safetensors import safe_open
+from tiny import make_batch, with_values
 
+from rlflow.checkpoint.background import BackgroundFiles
+from rlflow.checkpoint.shards import ShardReader
 from rlflow.utils.errors import CheckpointError
 
 
@@ -29,19 +33,27 @@ def test_two_steps_and_two_more_are_four_bit_for_bit(tiny_model, run_ranks, tmp_
     assert torch.equal(rest["noise"], whole["noise"])
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (3, 2)])
-def test_any_number_of_ranks_loads_what_any_number_wrote(tiny_model, run_ranks, tmp_path, writers, readers):
-    folder = str(tmp_path / "actor")
-    saved = run_ranks(writers, "train", path=tiny_model, seeds=[] if writers == 3 else [0, 1], save_to=folder)
-    loaded = run_ranks(readers, "train", path=tiny_model, seeds=[], load=folder)
-    assert_equal(loaded["params"], saved["params"])
-    if writers != 3:
-        # the optimizer too: two more steps stay together
-        expected = run_ranks(writers, "train", path=tiny_model, seeds=[2, 3], load=folder)
-        got = run_ranks(readers, "train", path=tiny_model, seeds=[2, 3], load=folder)
-        for name in expected["params"]:
-            torch.testing.assert_close(got["params"][name], expected["params"][name], rtol=1e-4, atol=1e-4)
-    assert not [p for p in (tmp_path / "actor").rglob("*") if p.suffix in (".pt", ".pkl", ".bin")]
+def test_any_number_of_ranks_goes_on_from_what_any_number_wrote(tiny_model, run_ranks, tmp_path):
+    """Saved by 2 ranks; 1, 4 and 2 x 2 ranks have the same losses afterwards, and what those save is the same again."""
+    folder = str(tmp_path / "two")
+    saved = run_ranks(2, "train", path=tiny_model, seeds=[0, 1], save_to=folder, lr=1e-3)
+    expected = run_ranks(2, "train", path=tiny_model, seeds=[2, 3], load=folder, lr=1e-3)
+    assert expected["losses"][0] != pytest.approx(saved["losses"][0], rel=1e-2)
+    for name, (ranks, options) in {"one": (1, {}), "four": (4, {}), "hsdp": (4, {"fsdp_size": 2})}.items():
+        again = str(tmp_path / name)
+        loaded = run_ranks(
+            ranks, "train", path=tiny_model, seeds=[2, 3], load=folder, save_to=again, lr=1e-3, **options
+        )
+        assert loaded["losses"] == pytest.approx(expected["losses"], rel=1e-5), name
+        assert loaded["lr"] == expected["lr"]
+        for key in expected["params"]:
+            torch.testing.assert_close(loaded["params"][key], expected["params"][key], rtol=1e-4, atol=1e-4)
+        with ShardReader(tmp_path / name / "model") as reader:
+            for key, value in loaded["params"].items():
+                assert torch.equal(reader.read(key, 0, len(value)), value), (name, key)
+    # Replicas of the 2 x 2 mesh write nothing twice.
+    assert len(list((tmp_path / "hsdp" / "model").glob("rank_*"))) == 2
+    assert not [p for p in tmp_path.rglob("*") if p.suffix in (".pkl", ".bin")]
 
 
 @pytest.fixture
@@ -49,17 +61,54 @@ def engine(single_process_group, tiny_model):
     return build(tiny_model, optimizer="AdamW", contents=("model", "optimizer", "extra", "hf_model"))
 
 
-def test_the_exported_folder_gives_the_same_logits(engine, tmp_path):
+def rounded(module):
+    """The transformers model that is trained, with its weights as they are exported, in bfloat16."""
+    with torch.no_grad():
+        for param in module.parameters():
+            param.copy_(param.bfloat16().float())
+    return module.hf_model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_exported_folder_gives_the_same_logits(single_process_group, tiny_model, untied_model, tmp_path, tied):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    engine = build(tiny_model if tied else untied_model, contents=("model", "hf_model"), optimizer="AdamW")
+    with engine.train_mode():
+        engine.train_batch(with_values(make_batch(8)), loss_of(False))
     engine.save_checkpoint(str(tmp_path))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
-    assert model.dtype == torch.bfloat16
-    expected = full_params(engine)
-    for name, value in model.state_dict().items():
-        if name in expected:
-            assert torch.equal(value, expected[name].bfloat16()), name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    assert loaded.dtype == torch.bfloat16 and loaded.config.tie_word_embeddings is tied
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        head = rounded(engine.module).get_output_embeddings().weight
+        reference = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
+        reference.load_state_dict(full_params(engine), strict=not tied)
+        expected = reference.eval()(ids).logits
+        assert torch.equal(loaded.float()(ids).logits, expected)
+    with safe_open(tmp_path / "huggingface" / "model.safetensors", framework="pt") as file:
+        assert ("lm_head.weight" in file.keys()) is not tied
+    assert torch.equal(loaded.get_output_embeddings().weight, head)
     assert AutoTokenizer.from_pretrained(tmp_path / "huggingface").encode("w7 w8") == [7, 8]
+
+
+def test_the_exported_critic_gives_the_same_values(single_process_group, tiny_model, tmp_path):
+    from transformers import AutoModelForTokenClassification
+
+    engine = build(tiny_model, critic=True, contents=("model", "hf_model"), optimizer="AdamW", lr=1e-2)
+    data = with_values(make_batch(4, group=1, min_r=9))
+    with engine.train_mode():
+        engine.train_batch(data, loss_of(True))
+    engine.save_checkpoint(str(tmp_path))
+    loaded = AutoModelForTokenClassification.from_pretrained(tmp_path / "huggingface").float().eval()
+    rounded(engine.module)
+    with engine.eval_mode():
+        values = engine.infer_batch(data)["model_output"]["values"].unbind()
+    for row in range(3):
+        ids, prompt = data["input_ids"].unbind()[row], len(data["prompts"].unbind()[row])
+        with torch.no_grad():
+            expected = loaded(ids[None]).logits[0, prompt - 1 : -1, 0]
+        torch.testing.assert_close(values[row], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_export_in_several_files(engine, tmp_path, monkeypatch):
@@ -76,8 +125,6 @@ def test_export_in_several_files(engine, tmp_path, monkeypatch):
 
 
 def test_names_are_those_of_transformers_and_a_tied_weight_comes_once(engine, tiny_model):
-    from safetensors import safe_open
-
     with safe_open(f"{tiny_model}/model.safetensors", framework="pt") as file:
         on_disk = {name: file.get_tensor(name) for name in file.keys()}
     assert_equal(full_params(engine), on_disk)
@@ -135,3 +182,24 @@ def test_a_truncated_file_is_named(engine, tmp_path):
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors"):
         engine.load_checkpoint(str(tmp_path))
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_moment(single_process_group, tiny_model, tmp_path):
+    engine = build(tiny_model, optimizer="AdamW", lr=1e-2, async_save=True)
+
+    def step(seed):
+        with engine.train_mode():
+            engine.train_batch(with_values(make_batch(8, seed)), loss_of(False))
+        engine.lr_scheduler_step()
+
+    step(0)
+    mark = engine.save_checkpoint(str(tmp_path / "actor"))
+    step(1)
+    expected = {name: value.clone() for name, value in full_params(engine).items()}
+    BackgroundFiles([mark], 60).wait()
+    again = build(tiny_model, optimizer="AdamW", lr=1e-2, load=str(tmp_path / "actor"))
+    assert not torch.equal(full_params(again)["model.norm.weight"], expected["model.norm.weight"])
+    engine = again
+    step(1)
+    assert_equal(full_params(again), expected)
+    assert not list((tmp_path / "actor").glob(".*"))

@@ -24,6 +24,121 @@ def test_warmup_by_steps_or_by_ratio(steps, ratio, first):
     assert scheduler.get_last_lr() == [pytest.approx(first)]
 
 
+def learning_rates(steps: int = 25, **options):
+    """Learning rates of the steps 0, 1, ... of an engine's schedule, lr 2."""
+    config = FSDPOptimizerConfig(lr=2.0, total_training_steps=20, **options)
+    optimizer = build_optimizer(params(), config)
+    scheduler = build_lr_scheduler(optimizer, config)
+    rates = []
+    for _ in range(steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def of_transformers(name: str, steps: int = 25, **options):
+    import transformers.optimization as reference
+
+    optimizer = torch.optim.AdamW(params(), lr=2.0)
+    scheduler = getattr(reference, name)(optimizer, **options)
+    rates = []
+    for _ in range(steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("ours", "name", "theirs"),
+    [
+        ({"lr_warmup_steps": 5}, "get_constant_schedule_with_warmup", {"num_warmup_steps": 5}),
+        (
+            {"lr_scheduler_type": "cosine", "lr_warmup_steps_ratio": 0.2},
+            "get_cosine_schedule_with_warmup",
+            {"num_warmup_steps": 4, "num_training_steps": 20},
+        ),
+        (
+            {"lr_scheduler_type": "cosine", "lr_warmup_steps": 3, "num_cycles": 1.5},
+            "get_cosine_schedule_with_warmup",
+            {"num_warmup_steps": 3, "num_training_steps": 20, "num_cycles": 1.5},
+        ),
+        (
+            {"lr_scheduler_type": "cosine", "lr_warmup_steps": 2, "min_lr_ratio": 0.1},
+            "get_cosine_with_min_lr_schedule_with_warmup",
+            {"num_warmup_steps": 2, "num_training_steps": 20, "min_lr_rate": 0.1},
+        ),
+    ],
+)
+def test_schedules_are_those_of_transformers(ours, name, theirs):
+    # Past the last step transformers' cosine rises again; ours stays at the minimum.
+    assert learning_rates(21, **ours) == pytest.approx(of_transformers(name, 21, **theirs), abs=1e-12)
+
+
+def test_the_cosine_stays_at_its_minimum_and_may_count_from_one():
+    rates = learning_rates(30, lr_scheduler_type="cosine", min_lr_ratio=0.25)
+    assert rates[20:] == pytest.approx([0.5] * 10)
+    shifted = learning_rates(20, lr_scheduler_type="cosine", min_lr_ratio=0.25, zero_indexed_step=False)
+    assert shifted == pytest.approx(rates[1:21])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("AdamW", {"override_optimizer_config": {"eps": 1e-3, "amsgrad": True}}),
+        ("Adam", {"betas": [0.8, 0.95], "weight_decay": 0.1}),
+        ("SGD", {"override_optimizer_config": {"momentum": 0.9, "nesterov": True}}),
+        ("RMSprop", {"weight_decay": 0.0}),
+    ],
+)
+def test_a_step_is_that_of_the_class_with_these_arguments(name, options):
+    config = FSDPOptimizerConfig(lr=0.1, optimizer=name, **options)
+    reference = {"lr": 0.1, "weight_decay": config.weight_decay, **(config.override_optimizer_config or {})}
+    if "Adam" in name:
+        reference["betas"] = tuple(config.betas)
+    mine, theirs = params(), params()
+    ours, torchs = build_optimizer(mine, config), getattr(torch.optim, name)(theirs, **reference)
+    for step in range(4):
+        for group, optimizer in ((mine, ours), (theirs, torchs)):
+            torch.manual_seed(step)
+            for param in group:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(mine[0], torch.ones(3))
+
+
+def test_only_what_is_trained_gets_an_optimizer():
+    frozen, trained = params()
+    frozen.requires_grad_(False)
+    assert build_optimizer([frozen, trained], FSDPOptimizerConfig()).param_groups[0]["params"] == [trained]
+    with pytest.raises(ConfigError, match="forward_only"):
+        build_optimizer([frozen], FSDPOptimizerConfig())
+
+
+def test_old_names_of_options_still_work():
+    with pytest.warns(DeprecationWarning, match="clip_grad"):
+        assert FSDPOptimizerConfig(grad_clip=0.3).clip_grad == 0.3
+    with pytest.warns(DeprecationWarning, match="lr_scheduler_type"):
+        assert FSDPOptimizerConfig(warmup_style="cosine").lr_scheduler_type == "cosine"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr_warmup_steps_ratio": 1.5},
+        {"lr_scheduler_type": "wsd"},
+        {"nonfinite_grad": "ignore"},
+        {"max_skipped_steps": -1},
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        FSDPOptimizerConfig(**options)
+
+
 def test_cosine_needs_a_horizon():
     config = FSDPOptimizerConfig(lr=1.0, lr_scheduler_type="cosine")
     with pytest.raises(ConfigError, match="total_training_steps"):

@@ -63,6 +63,12 @@ POLICY = (
         SUM,
         "not 0",
     ),
+    Entry(
+        "actor/skipped_in_a_row",
+        "the last of these that follow one another; only when there are any. `optim.max_skipped_steps` ends the run",
+        "optimizer steps",
+        alarming="grows: nothing is learned any more",
+    ),
     Entry("actor/lr", "learning rate after the step", combine=LAST),
     Entry(
         "{actor,critic}/moe/{max_vio,min_vio,avg_vio}/{max,avg}",
@@ -115,5 +121,6 @@ CRITIC = (
     Entry("critic/vpred_mean", "mean value during the update"),
     Entry("critic/grad_norm", "as for the actor", alarming="as for the actor"),
     Entry("critic/skipped_steps", "as for the actor", "optimizer steps", SUM, "not 0"),
+    Entry("critic/skipped_in_a_row", "as for the actor", "optimizer steps", alarming="as for the actor"),
     Entry("critic/lr", "learning rate after the step", combine=LAST),
 )

@@ -32,42 +32,55 @@ from rlflow.checkpoint import (
 from rlflow.observe.feed import notice
 from rlflow.observe.journal import METRICS, read_lines
 from rlflow.single_controller.errors import WorkerError
-from rlflow.trainer.ppo.best import best_step, forget_best_after, mark_best
+from rlflow.trainer.ppo.background_save import PreparedCheckpoint
+from rlflow.trainer.ppo.best import best_steps, forget_best_after, mark_best, mark_saved
 from rlflow.trainer.ppo.trajectories import remove_trajectories_after
 from rlflow.trainer.ppo.utils import run_folder
-from rlflow.utils.errors import CheckpointError
+from rlflow.utils.errors import CheckpointError, RlflowError
 
 if TYPE_CHECKING:
     from rlflow.trainer.ppo.trainer_base import PPOTrainer
 
 logger = logging.getLogger(__name__)
 
+SIGNALLED = 128
+AFTER_SIGNAL_S = 3.0
+AFTER_ERROR_S = 60.0
 
-def prepare_checkpoint(trainer: PPOTrainer) -> PendingDirectory:
-    """Write the run's state after the current step, whole and on the disk, under a name that does not count yet."""
+
+def prepare_checkpoint(trainer: PPOTrainer) -> PreparedCheckpoint:
+    """Write the run's state after the current step, whole and on the disk, under a name that does not count yet.
+
+    A save before it that goes on in the background is waited for, and counts from then on. With `checkpoint.async_save`
+    the worker groups copy their state to memory; the disk follows.
+    """
     import torch
 
+    finish_saving(trainer, wait=True)
     step = trainer.global_steps
     pending = PendingDirectory(step_folder(run_folder(trainer.config), step))
-    with pending.filling() as folder:
+    marks: list[Path] = []
+    with pending.explained():
         for name, group in _saved_groups(trainer):
-            _save_group(group, folder / name, step)
-        torch.save(trainer.feed.loader.state_dict(), folder / "data.pt")
+            marks += _save_group(group, pending.work / name, step)
+        torch.save(trainer.feed.loader.state_dict(), pending.work / "data.pt")
         state: dict[str, Any] = {"global_step": step, "kl_controller": None}
         if trainer.kl_controller is not None:
             state["kl_controller"] = trainer.kl_controller.state_dict()
-        (folder / "trainer_state.json").write_text(json.dumps(state, indent=2))
-    return pending
+        (pending.work / "trainer_state.json").write_text(json.dumps(state, indent=2))
+    return PreparedCheckpoint(pending, step, marks, float(trainer.config.trainer.call_timeout_s))
 
 
-def _save_group(group: Any, folder: Path, step: int) -> None:
-    """Let a worker group write its part; what one of its processes could not write is an error of this process too.
+def _save_group(group: Any, folder: Path, step: int) -> list[Path]:
+    """Let a worker group write its part; returns the files that tell the end of what goes on in the background.
+
+    What one of its processes could not write is an error of this process too.
 
     Raises:
         OSError, CheckpointError: names the rank.
     """
     try:
-        group.save_checkpoint(str(folder), None, step, None)
+        return [Path(mark) for mark in group.save_checkpoint(str(folder), None, step, None) if mark is not None]
     except WorkerError as error:
         cause = getattr(error.__cause__, "cause", error.__cause__)
         told = str(error).splitlines()[0]
@@ -78,26 +91,65 @@ def _save_group(group: Any, folder: Path, step: int) -> None:
         raise
 
 
-def commit_checkpoint(trainer: PPOTrainer, pending: PendingDirectory, metrics: dict[str, Any]) -> Path:
-    """Make a prepared checkpoint the latest, and let old ones go; returns its folder.
+def commit_checkpoint(trainer: PPOTrainer, prepared: PreparedCheckpoint, metrics: dict[str, Any]) -> None:
+    """Make a prepared checkpoint the latest, and let old ones go; one that is still being written later.
 
     What the step reported is brought to the disk first. The tracker file comes last: a run that dies before it goes on
     from the checkpoint before this one and does the step again.
     """
-    root, step = pending.final.parent, trainer.global_steps
     try:
         trainer.dumps.flush()
         trainer.recorder.sync()
     finally:
-        pending.commit()
-        best = mark_best(root, step, metrics, saved=True, config=trainer.config)
-        trainer.recorder.saved(step, pending.final, best=best)
-        write_tracker(root, step)
-    keep = trainer.config.trainer.max_actor_ckpt_to_keep
+        # What the step was worth is noted now; that it was saved, once it is.
+        mark_best(run_folder(trainer.config), prepared.step, metrics, saved=False, config=trainer.config)
+        trainer.saving = prepared
+        finish_saving(trainer, wait=not prepared.in_background)
+
+
+def finish_saving(trainer: PPOTrainer, *, wait: bool, timeout_s: float | None = None) -> None:
+    """Give a save that is completely on the disk its name; with `wait` until it is.
+
+    Args:
+        trainer: whose `saving` it is; None: nothing is being saved.
+        wait: else a save that goes on is left alone.
+        timeout_s: the longest wait; a save that is not done by then is given up. None: as long as a call may take.
+
+    Raises:
+        CheckpointError: it could not be written; nothing of it is left.
+    """
+    saving = trainer.saving
+    if saving is None or not (wait or saving.done()):
+        return
+    complete = saving.result(timeout_s)
+    if not saving.claim():
+        return
+    trainer.saving = None
+    if not complete:
+        notice(f"the checkpoint of step {saving.step} was not completely on the disk when the run ended; it is lost")
+        return
+    root, config = saving.pending.final.parent, trainer.config.trainer
+    saving.pending.commit()
+    best = mark_saved(root, saving.step, trainer.config)
+    trainer.recorder.saved(saving.step, saving.pending.final, best=best)
+    write_tracker(root, saving.step)
+    keep = to_keep(config)
     if keep:
-        kept = best_step(root)
-        prune(root, keep, protect=[] if kept is None else [kept])
-    return pending.final
+        prune(root, keep, protect=best_steps(root, trainer.config))
+
+
+def finish_at_end(trainer: PPOTrainer, exit_code: int) -> None:
+    """A save that is under way when the run ends gets some time: little after a signal, whose clean-up has a bound."""
+    try:
+        finish_saving(trainer, wait=True, timeout_s=AFTER_SIGNAL_S if exit_code > SIGNALLED else AFTER_ERROR_S)
+    except RlflowError as error:
+        logger.warning("the save that was under way at the end of the run failed: %s", error)
+
+
+def to_keep(config: Any) -> int | None:
+    """How many checkpoints stay: a step holds both models, so the larger number counts; None: all."""
+    limits = (config.max_actor_ckpt_to_keep, config.max_critic_ckpt_to_keep)
+    return max((int(limit) for limit in limits if limit), default=None)
 
 
 def _saved_groups(trainer: PPOTrainer) -> list[tuple[str, Any]]:

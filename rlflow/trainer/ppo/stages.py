@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import rlflow.transfer_queue as tq
-from rlflow.trainer.ppo import advantage, estimator_inputs, metric_utils, off_policy
+from rlflow.trainer.ppo import advantage, estimator_inputs, metric_utils, nonfinite, off_policy
 from rlflow.trainer.ppo.batching import partition_of, real_rows
 from rlflow.trainer.ppo.core_algos import agg_loss
 from rlflow.trainer.ppo.replay_buffer import uid_of
@@ -141,8 +141,9 @@ def _refuse_a_step_without_rewards(batch: KVBatchMeta) -> None:
 def update_critic(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> None:
     """One pass (or `ppo_epochs`) of mini-batch updates of the critic over the batch."""
     options = _update_options(trainer.config.critic, trainer.config.actor_rollout_ref.rollout.n)
-    output = trainer.runtime.critic_wg.update_critic(_with_options(batch, **options))
-    merge_worker_metrics(metrics, tu.get(output, "metrics"), "critic")
+    with nonfinite.watched(trainer, "critic", metrics) as dump:
+        output = trainer.runtime.critic_wg.update_critic(_with_options(batch, **options, **dump))
+        merge_worker_metrics(metrics, tu.get(output, "metrics"), "critic")
 
 
 def fuses_old_log_prob(trainer: PPOTrainer, batch: KVBatchMeta) -> bool:
@@ -166,9 +167,11 @@ def update_actor(trainer: PPOTrainer, batch: KVBatchMeta, metrics: Metrics) -> N
         "temperature": rollout.temperature,
         "fuse_old_log_prob": fused,
     }
-    output = trainer.runtime.actor_wg.update_actor(_with_options(batch, **options))
-    # A batch with rows went to the queue and comes back as its meta, with the metrics of each rank; all say the same.
-    merge_worker_metrics(metrics, output.extra_info["metrics"][0] if fused else tu.get(output, "metrics"), "actor")
+    with nonfinite.watched(trainer, "actor", metrics) as dump:
+        output = trainer.runtime.actor_wg.update_actor(_with_options(batch, **options, **dump))
+        # A batch with rows went to the queue and comes back as its meta, with the metrics of each rank; all say the
+        # same.
+        merge_worker_metrics(metrics, output.extra_info["metrics"][0] if fused else tu.get(output, "metrics"), "actor")
     if fused:
         _report_log_probs(trainer, batch, metrics)
 

@@ -29,9 +29,12 @@ from rlflow.observe.feed import notice
 from rlflow.observe.recorder import RunRecorder, StageRecord
 from rlflow.observe.tracking import Tracking
 from rlflow.trainer.ppo import batching, record, stages
+from rlflow.trainer.ppo.background_save import PreparedCheckpoint
 from rlflow.trainer.ppo.best import mark_best
 from rlflow.trainer.ppo.checkpointing import (
     commit_checkpoint,
+    finish_at_end,
+    finish_saving,
     load_trainer_checkpoint,
     prepare_checkpoint,
 )
@@ -99,6 +102,7 @@ class PPOTrainer(ABC):  # noqa: B024
         self.kl_controller = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
         self.recorder = RunRecorder(run_folder(config))
         self.global_steps = 0
+        self.saving: PreparedCheckpoint | None = None  # on its way to the disk
         self.stage_fields: dict[str, StageFields] = {}
         self._open_prompts: dict[str, str] = {}
         self._issued = IssuedPrompts()
@@ -123,6 +127,7 @@ class PPOTrainer(ABC):  # noqa: B024
 
     def close(self, exit_code: int, reason: str | None = None) -> None:
         """End trackers and journal; a second call does nothing."""
+        finish_at_end(self, exit_code)
         # The journal first: it takes no time, and a tracker may wait for its server.
         self.recorder.end(self.global_steps, exit_code, reason)
         if self.logger is not None:
@@ -222,6 +227,7 @@ class PPOTrainer(ABC):  # noqa: B024
         while self.global_steps < self.feed.total_training_steps:
             self.global_steps += 1
             self._fit_step()
+        finish_saving(self, wait=True)
         self.on_train_end()
         self.dumps.flush()
 
@@ -249,6 +255,7 @@ class PPOTrainer(ABC):  # noqa: B024
             if pending is not None:
                 commit_checkpoint(self, pending, metrics)
         if pending is None:
+            finish_saving(self, wait=False)
             mark_best(run_folder(self.config), self.global_steps, metrics, saved=False, config=self.config)
 
     def _report_step(self, batch: KVBatchMeta, metrics: Metrics, timing: dict[str, float]) -> None:

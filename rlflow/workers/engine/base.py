@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -130,8 +131,13 @@ class BaseEngine(ABC):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
         **options: Any,
-    ) -> None:
-        """Write this engine's state into the folder `local_path`. *Collective.*"""
+    ) -> Path | None:
+        """Write this engine's state into the folder `local_path`. *Collective.*
+
+        Returns:
+            None: it is written. Else it is being written, and this file appears when it is (see
+            `rlflow.checkpoint.background`).
+        """
 
     @abstractmethod
     def load_checkpoint(

@@ -10,7 +10,8 @@
 Invariants
     - Any number of ranks can load what any number wrote: a rank reads the pieces that overlap its own shards.
     - With as many ranks as wrote, everything comes back bit for bit, random number generators included.
-    - This module writes plain files; completeness (temporary folder, manifest, rename) is `rlflow.checkpoint`'s part.
+    - This module says what goes into plain files; when they are written and when they count (temporary folder,
+      manifest, rename) is `rlflow.checkpoint`'s part.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from rlflow.checkpoint.shards import FORMAT, ShardReader, read_json, write_json, write_tensors
+from rlflow.checkpoint.shards import FORMAT, PendingFile, ShardReader, read_json
 from rlflow.utils.device import get_device_name, get_torch_device
 from rlflow.utils.errors import CheckpointError
 from rlflow.workers.engine.fsdp.export import hf_name
 from rlflow.workers.engine.fsdp.lora import adapted_weights
 from rlflow.workers.engine.fsdp.model import PackedModel, reshard
-from rlflow.workers.engine.fsdp.shards import local_part, read_into, save_shards
+from rlflow.workers.engine.fsdp.shards import local_part, read_into, shard_files
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,9 @@ def _optimizer_tensors(module: PackedModel, optimizer: Optimizer) -> Iterator[tu
                 yield f"{key}/{name}", value
 
 
-def save_optimizer(module: PackedModel, optimizer: Optimizer, folder: Path) -> None:
+def optimizer_files(module: PackedModel, optimizer: Optimizer, folder: Path) -> Iterator[PendingFile]:
     """Tensors as shards, hyperparameters of the groups and other values as JSON. *Collective.*"""
-    save_shards(_optimizer_tensors(module, optimizer), folder)
+    yield from shard_files(_optimizer_tensors(module, optimizer), folder)
     if dist.get_rank() == 0:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         values = {
@@ -84,12 +85,12 @@ def save_optimizer(module: PackedModel, optimizer: Optimizer, folder: Path) -> N
             for name, param in _named_params(module)
         }
         state = {"class": type(optimizer).__name__, "groups": groups, "values": {k: v for k, v in values.items() if v}}
-        write_json(folder / "state.json", state)
+        yield PendingFile(folder / "state.json", json=state)
 
 
 @torch.no_grad()
 def load_optimizer(module: PackedModel, optimizer: Optimizer, folder: Path) -> None:
-    """Restore `save_optimizer`. `CheckpointError` when it is the state of another optimizer class."""
+    """Restore `optimizer_files`. `CheckpointError` when it is the state of another optimizer class."""
     state = read_json(folder / "state.json")
     if state["class"] != type(optimizer).__name__ or len(state["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
@@ -122,26 +123,23 @@ def load_optimizer(module: PackedModel, optimizer: Optimizer, folder: Path) -> N
 # ---- schedule and random numbers -------------------------------------------------------------------------------------
 
 
-def save_extra(scheduler: Any, folder: Path) -> None:
+def extra_files(scheduler: Any, folder: Path) -> Iterator[PendingFile]:
     """Schedule (rank 0) and random number generators (every rank)."""
     rank = dist.get_rank()
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {"torch": torch.get_rng_state()}
     if get_device_name() != "cpu":
         tensors["device"] = get_torch_device().get_rng_state().cpu()
-    write_tensors(tensors, folder / f"rng_{rank:05d}.safetensors")
+    yield PendingFile(folder / f"rng_{rank:05d}.safetensors", tensors=tensors)
     name, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
-    write_json(
-        folder / f"rng_{rank:05d}.json",
-        {
-            "numpy": [name, [int(k) for k in keys], int(pos), int(has_gauss), float(cached)],
-            "python": [version, list(internal), gauss],
-        },
-    )
+    others = {
+        "numpy": [name, [int(k) for k in keys], int(pos), int(has_gauss), float(cached)],
+        "python": [version, list(internal), gauss],
+    }
+    yield PendingFile(folder / f"rng_{rank:05d}.json", json=others)
     if rank == 0:
         state = {} if scheduler is None else _jsonable(scheduler.state_dict())
-        write_json(folder / "scheduler.json", {"scheduler": state})
+        yield PendingFile(folder / "scheduler.json", json={"scheduler": state})
 
 
 def _jsonable(state: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +148,7 @@ def _jsonable(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_extra(scheduler: Any, folder: Path, saved_world_size: int) -> None:
-    """Restore `save_extra`; the generators only with as many ranks as wrote them."""
+    """Restore `extra_files`; the generators only with as many ranks as wrote them."""
     if scheduler is not None:
         state = read_json(folder / "scheduler.json")["scheduler"]
         if "lr_lambdas" in scheduler.state_dict():
@@ -179,7 +177,7 @@ def load_extra(scheduler: Any, folder: Path, saved_world_size: int) -> None:
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
-def save_state(
+def state_files(
     module: PackedModel,
     optimizer: Optimizer | None,
     scheduler: Any,
@@ -188,18 +186,20 @@ def save_state(
     contents: Iterable[str],
     global_step: int,
     lora_only: bool = False,
-) -> None:
-    """Write "model", "optimizer" and "extra" of `contents`; `lora_only` leaves frozen weights out. *Collective.*"""
+) -> Iterator[PendingFile]:
+    """The files of this rank for "model", "optimizer" and "extra" of `contents`; their tensors are the live ones.
+
+    With `lora_only` frozen weights are left out. *Collective*: every rank must run the iterator to its end.
+    """
     contents = set(contents)
     lora_only = lora_only and module.adapter_config is not None
     reshard(module)
-    folder.mkdir(parents=True, exist_ok=True)
     if "model" in contents:
-        save_shards(_named_params(module, lora_only), folder / "model")
+        yield from shard_files(_named_params(module, lora_only), folder / "model")
     if "optimizer" in contents and optimizer is not None:
-        save_optimizer(module, optimizer, folder / "optimizer")
+        yield from optimizer_files(module, optimizer, folder / "optimizer")
     if "extra" in contents:
-        save_extra(scheduler, folder / "extra")
+        yield from extra_files(scheduler, folder / "extra")
     if dist.get_rank() == 0:
         meta = {
             "format": FORMAT,
@@ -210,14 +210,13 @@ def save_state(
         if module.adapter_config is not None:
             scaling = {name: part.scaling for name, part in adapted_weights(module.hf_model).items()}
             meta["lora"] = {"only": lora_only, "scaling": scaling}
-        write_json(folder / "meta.json", meta)
-    dist.barrier()
+        yield PendingFile(folder / "meta.json", json=meta)
 
 
 def load_state(
     module: PackedModel, optimizer: Optimizer | None, scheduler: Any, folder: Path, *, contents: Iterable[str]
 ) -> dict[str, Any]:
-    """Restore `contents` of what `save_state` wrote; returns its meta data. *Collective.*
+    """Restore `contents` of what `state_files` described; returns its meta data. *Collective.*
 
     Raises:
         CheckpointError: the folder is none of ours, or lacks something that is asked for.

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rlflow.checkpoint.background import CheckpointWriter
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.device import get_device, get_torch_device, manual_seed
 from rlflow.utils.errors import ConfigError, ContractError
@@ -93,6 +94,7 @@ class FSDPEngine(BaseEngine):
         self.module: PackedModel
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
+        self._writer = CheckpointWriter()
 
     # ---- what a subclass says ------------------------------------------------------------------------------------
 
@@ -306,8 +308,8 @@ class FSDPEngine(BaseEngine):
         if math.isfinite(norm):
             self.optimizer.step()
         else:
-            # All ranks see the same norm, so all of them skip.
-            logger.warning("gradient norm is %s: this optimizer step is skipped", norm)
+            # All ranks see the same norm, so all of them skip; what becomes of it is the caller's (NonFiniteGuard).
+            logger.info("gradient norm is %s: this optimizer step is skipped", norm)
             self.optimizer_zero_grad()
         return norm
 
@@ -330,27 +332,34 @@ class FSDPEngine(BaseEngine):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
         **options: Any,
-    ) -> None:
-        """Write into `local_path`; atomicity and retention are the caller's (see `rlflow.checkpoint`). *Collective.*"""
+    ) -> Path | None:
+        """Write into `local_path`; atomicity and retention are the caller's (see `rlflow.checkpoint`). *Collective.*
+
+        With `checkpoint.async_save` state goes into memory here and to the disk in the background; the returned file
+        says when. A Hugging Face folder is written at once.
+        """
         if hdfs_path is not None:
             raise ConfigError("copies to a remote file system (hdfs_path) are not in this version; set it to null")
         contents = self._contents("save_contents")
         folder = Path(local_path)
         with self.eval_mode():
-            checkpoint.save_state(
-                self.module,
-                self.optimizer,
-                self.lr_scheduler,
+            state = (self.module, self.optimizer, self.lr_scheduler)
+            settings = self.checkpoint_config
+            files = checkpoint.state_files(
+                *state,
                 folder,
                 contents=contents,
                 global_step=global_step,
-                lora_only=bool(self.checkpoint_config is not None and self.checkpoint_config.save_lora_only),
+                lora_only=bool(settings is not None and settings.save_lora_only),
             )
+            in_background = settings is not None and bool(settings.get("async_save"))
+            done = self._writer.write(files, folder, dist.get_rank(), in_background=in_background)
             export.save_hf_folder(
                 self.module, self.model_config, folder / "huggingface", with_weights="hf_model" in contents
             )
             if self.module.adapter_config is not None and "model" in contents:
                 export.save_adapter(self.module, self.model_config, folder / ADAPTER_FOLDER)
+        return done
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **options: Any

@@ -9,8 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -19,14 +21,17 @@ from rlflow.utils.torch_functional import get_constant_schedule_with_warmup, get
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: Any) -> Optimizer:
-    """The optimizer class `config.optimizer` of module `config.optimizer_impl`.
+    """The optimizer class `config.optimizer` of module `config.optimizer_impl`, over the parameters that are trained.
 
     Every class gets `lr` and `weight_decay`, those named *adam* or *ademamix* also `betas`; `override_optimizer_config`
     is added on top.
 
     Raises:
-        ConfigError: the module or class does not exist, or refuses an argument.
+        ConfigError: the module or class does not exist or refuses an argument, or nothing is to be trained.
     """
+    trained = [param for param in parameters if param.requires_grad]
+    if not trained:
+        raise ConfigError("the model has no parameter that requires a gradient; set forward_only for a frozen model")
     try:
         module = importlib.import_module(config.optimizer_impl)
         cls = getattr(module, config.optimizer)
@@ -51,7 +56,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Any) -> Optimize
     if options.get("foreach") and "fused" not in (config.override_optimizer_config or {}):
         options.pop("fused", None)
     try:
-        return cls(list(parameters), **options)
+        return cls(trained, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optim.optimizer={config.optimizer} refused {options}: {error}") from error
 
@@ -86,13 +91,41 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 
     A non-finite norm is returned without touching the gradients. *Collective.*
     """
-    params = [p for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    total: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    value = float(total)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    value = grad_norm(grads)
     if max_norm is not None and math.isfinite(value) and value > max_norm:
-        scale = max_norm / (value + 1e-6)
-        for param in params:
-            grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-            grad.mul_(scale)  # type: ignore[union-attr]
+        # The small number is torch's, so that both clip alike.
+        torch._foreach_mul_([_local(grad) for grad in grads], max_norm / (value + 1e-6))
     return value
+
+
+def grad_norm(grads: Iterable[Tensor]) -> float:
+    """The 2-norm of gradients, each element of the whole model counted once. *Collective.*
+
+    Gradients may be sharded over different dimensions of different meshes (data, tensor parallel), replicated, or plain
+    tensors that are equal on all ranks. Squares are added in float64: a norm that float32 can hold never overflows.
+    """
+    shards: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for grad in grads:
+        mesh: DeviceMesh | None = None
+        dims: tuple[int, ...] = ()
+        if isinstance(grad, DTensor):
+            if any(placement.is_partial() for placement in grad.placements):
+                whole = [Replicate() if place.is_partial() else place for place in grad.placements]
+                grad = grad.redistribute(placements=whole)
+            mesh = grad.device_mesh
+            # Not `is_shard`: the placement of a dimension that tensor parallel and FSDP both split says no to it.
+            dims = tuple(dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate())
+        shards.setdefault((mesh, dims), []).append(_local(grad))
+    total = 0.0
+    for (mesh, dims), parts in shards.items():
+        squares = torch.stack(torch._foreach_norm(parts)).double().square().sum()
+        for dim in dims:
+            assert mesh is not None
+            dist.all_reduce(squares, group=mesh.get_group(dim))
+        total += float(squares)
+    return math.sqrt(total)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
