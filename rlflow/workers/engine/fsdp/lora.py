@@ -178,13 +178,12 @@ def adapted_weights(hf_model: Any) -> dict[str, Adapted]:
         return {}
     from peft.tuners.lora import LoraLayer
 
-    return {
-        f"{name}.weight": Adapted(
-            layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, float(layer.scaling[ADAPTER])
-        )
-        for name, layer in hf_model.named_modules()
-        if isinstance(layer, LoraLayer)
-    }
+    found: dict[str, Adapted] = {}
+    for name, layer in hf_model.named_modules():
+        if isinstance(layer, LoraLayer):
+            a, b = (getattr(layer, f"lora_{side}")[ADAPTER].weight for side in "AB")
+            found[f"{name}.weight"] = Adapted(a, b, float(layer.scaling[ADAPTER]))
+    return found
 
 
 @contextmanager
