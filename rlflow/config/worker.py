@@ -46,8 +46,8 @@ class CheckpointConfig(BaseConfig):
     """What a checkpoint holds: any of "model", "optimizer", "extra" (schedule, RNG), "hf_model" (a HF folder)."""
 
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
-    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     save_lora_only: bool = False
+    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
 
     def __post_init__(self) -> None:
         known = {"model", "optimizer", "extra", "hf_model"}

@@ -49,7 +49,7 @@ from rlflow.workers.engine.batching import (
 from rlflow.workers.engine.fsdp import checkpoint, export
 from rlflow.workers.engine.fsdp.inputs import ModelInputs, build_inputs, empty_inputs, prompt_keys, response_lengths
 from rlflow.workers.engine.fsdp.log_prob import TokenStats
-from rlflow.workers.engine.fsdp.lora import ADAPTER_FOLDER, adapters_off
+from rlflow.workers.engine.fsdp.lora import adapters_off
 from rlflow.workers.engine.fsdp.model import (
     PackedModel,
     PolicyModel,
@@ -335,22 +335,15 @@ class FSDPEngine(BaseEngine):
         if hdfs_path is not None:
             raise ConfigError("copies to a remote file system (hdfs_path) are not in this version; set it to null")
         contents = self._contents("save_contents")
+        self.module.saves_trained_only = self.module.adapter_config is not None and self._saves_lora_only()
         folder = Path(local_path)
         with self.eval_mode():
             checkpoint.save_state(
-                self.module,
-                self.optimizer,
-                self.lr_scheduler,
-                folder,
-                contents=contents,
-                global_step=global_step,
-                lora_only=bool(self.checkpoint_config is not None and self.checkpoint_config.save_lora_only),
+                self.module, self.optimizer, self.lr_scheduler, folder, contents=contents, global_step=global_step
             )
             export.save_hf_folder(
                 self.module, self.model_config, folder / "huggingface", with_weights="hf_model" in contents
             )
-            if self.module.adapter_config is not None and "model" in contents:
-                export.save_adapter(self.module, self.model_config, folder / ADAPTER_FOLDER)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **options: Any
@@ -364,6 +357,9 @@ class FSDPEngine(BaseEngine):
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         return nullcontext() if self.module.adapter_config is None else adapters_off(self.module.hf_model)
+
+    def _saves_lora_only(self) -> bool:
+        return self.checkpoint_config is not None and bool(self.checkpoint_config.save_lora_only)
 
     def _contents(self, key: str) -> list[str]:
         default = ["model", "optimizer", "extra"]

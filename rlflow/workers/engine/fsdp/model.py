@@ -73,6 +73,7 @@ class PackedModel(nn.Module):
         self.hf_model = hf_model
         self.attention_calls = AttentionCalls.needed_by(hf_model.config.get_text_config())
         self.adapter_config: Any = None  # of PEFT, in a model with adapters
+        self.saves_trained_only = False
         self.routers = RouterLoad.of(hf_model)
 
     @property
