@@ -128,8 +128,7 @@ class FSDPEngine(BaseEngine):
         self.module = build_module(self.load_model, self.model_config, self.engine_config, self.mesh, self.device)
         self.module.eval()
         if not self.engine_config.forward_only:
-            trained = (param for param in self.module.parameters() if param.requires_grad)
-            self.optimizer = build_optimizer(trained, self.optimizer_config)
+            self.optimizer = build_optimizer(self.module.trained_parameters(), self.optimizer_config)
             self.lr_scheduler = build_lr_scheduler(self.optimizer, self.optimizer_config)
         if self.is_param_offload_enabled or self.is_optimizer_offload_enabled:
             self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
@@ -335,7 +334,7 @@ class FSDPEngine(BaseEngine):
         if hdfs_path is not None:
             raise ConfigError("copies to a remote file system (hdfs_path) are not in this version; set it to null")
         contents = self._contents("save_contents")
-        self.module.saves_trained_only = self.module.adapter_config is not None and self._saves_lora_only()
+        self.module.saves_trained_only = bool(self.checkpoint_config and self.checkpoint_config.save_lora_only)
         folder = Path(local_path)
         with self.eval_mode():
             checkpoint.save_state(
@@ -357,9 +356,6 @@ class FSDPEngine(BaseEngine):
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         return nullcontext() if self.module.adapter_config is None else adapters_off(self.module.hf_model)
-
-    def _saves_lora_only(self) -> bool:
-        return self.checkpoint_config is not None and bool(self.checkpoint_config.save_lora_only)
 
     def _contents(self, key: str) -> list[str]:
         default = ["model", "optimizer", "extra"]

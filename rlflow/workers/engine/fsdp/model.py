@@ -86,6 +86,10 @@ class PackedModel(nn.Module):
         """Name in `hf_model` of a head that no checkpoint of a causal LM has: it is trained beside adapters too."""
         return None
 
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """All of them, or those of adapters and of a head beside them."""
+        return [param for param in self.parameters() if param.requires_grad]
+
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Last hidden states [N, h] where the predictions are made."""
         inputs.layout.calls = AttentionCalls()
