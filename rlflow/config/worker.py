@@ -50,8 +50,8 @@ class CheckpointConfig(BaseConfig):
     """
 
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
-    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     save_lora_only: bool = False
+    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     async_save: bool = False
 
     def __post_init__(self) -> None:

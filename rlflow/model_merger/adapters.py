@@ -7,16 +7,29 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlflow.checkpoint.shards import ShardReader
-from rlflow.model_merger.source import Source
+from rlflow.checkpoint.shards import ShardReader, read_json
+from rlflow.model_merger.source import ADAPTER_FOLDER, ADAPTER_META, Source
+from rlflow.utils.errors import CheckpointError
 
 _MARK = ".lora_"
 
 
 def open_shards(source: Source) -> ShardReader:
-    """The reader of a checkpoint's weights; adapters are merged in."""
-    lora = source.meta.get("lora")
-    return MergingReader(source, lora["scaling"]) if lora else ShardReader(source.model_folder)
+    """The reader of a checkpoint's weights; adapters are merged in.
+
+    Raises:
+        CheckpointError: adapters without the weights that they belong to.
+    """
+    if not source.has_adapter:
+        return ShardReader(source.model_folder)
+    reader = MergingReader(source, read_json(source.folder / ADAPTER_META)["scaling"])
+    if not set(reader.scaling) <= set(reader.tensors):
+        raise CheckpointError(
+            f"{source.folder} holds an adapter without the weights it belongs to (checkpoint.save_lora_only): "
+            f"{source.folder / ADAPTER_FOLDER} has it for peft (PeftModel.from_pretrained, then merge_and_unload), and "
+            f"with hf_model in checkpoint.save_contents {source.hf_folder} has the merged weights"
+        )
+    return reader
 
 
 class MergingReader(ShardReader):
@@ -29,17 +42,17 @@ class MergingReader(ShardReader):
 
     def __init__(self, source: Source, scaling: dict[str, float]) -> None:
         super().__init__(source.model_folder)
-        self._scaling = scaling
+        self.scaling = scaling
         self._adapters = self._stack.enter_context(ShardReader(source.model_folder))
         self.tensors = {name: entry for name, entry in self.tensors.items() if _MARK not in name}
 
     def dtype(self, name: str) -> torch.dtype:
         """The type that a tensor is read in."""
-        return torch.float32 if name in self._scaling else super().dtype(name)
+        return torch.float32 if name in self.scaling else super().dtype(name)
 
     def blocks(self, name: str, max_bytes: int) -> Iterator[Tensor]:
         """As of the base class; blocks of an adapted weight are fp32."""
-        if name not in self._scaling:
+        if name not in self.scaling:
             yield from super().blocks(name, max_bytes)
             return
         stem = name.removesuffix(".weight")
@@ -50,4 +63,4 @@ class MergingReader(ShardReader):
         for start in range(0, rows, step):
             count = min(step, rows - start)
             b = self._adapters.read(f"{stem}.lora_B.weight", start, count).float()
-            yield torch.add(self.read(name, start, count).float(), b @ a, alpha=self._scaling[name])
+            yield torch.add(self.read(name, start, count).float(), b @ a, alpha=self.scaling[name])

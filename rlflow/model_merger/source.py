@@ -24,6 +24,7 @@ META = "meta.json"
 HF_FOLDER = "huggingface"
 MODEL_FOLDER = "model"
 ADAPTER_FOLDER = "lora_adapter"
+ADAPTER_META = "lora_train_meta.json"
 BEST = "best_checkpoint.json"
 
 
@@ -43,6 +44,11 @@ class Source:
     def hf_folder(self) -> Path:
         """Where config and tokenizer are."""
         return self.folder / HF_FOLDER
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter was trained beside the weights."""
+        return (self.folder / ADAPTER_META).is_file()
 
 
 def locate(path: Path | str, step: str | None = None, role: str = "actor") -> Path:
@@ -127,12 +133,6 @@ def open_source(folder: Path | str) -> Source:
             f"{folder} holds {', '.join(meta['contents'])}, but no model shards to merge "
             f"(checkpoint.save_contents){other}"
         )
-    if (meta.get("lora") or {}).get("only"):
-        raise CheckpointError(
-            f"{folder} holds an adapter without the weights it belongs to (checkpoint.save_lora_only): "
-            f"{folder / ADAPTER_FOLDER} has it for peft (PeftModel.from_pretrained, then merge_and_unload), and with "
-            f"hf_model in checkpoint.save_contents {folder / HF_FOLDER} has the merged weights"
-        )
     if not (folder / HF_FOLDER / "config.json").is_file():
         raise CheckpointError(f"{folder / HF_FOLDER / 'config.json'} is missing: nobody knows what model this is")
     return Source(folder, meta)
@@ -143,7 +143,10 @@ def _check_integrity(folder: Path) -> None:
     if not (step / MANIFEST).exists() and not step.name.startswith("global_step_"):
         logger.warning("%s stands alone, without the %s of its step: damage may stay unnoticed", folder, MANIFEST)
         return
-    needed = [f"{folder.name}/{part}" for part in (META, f"{MODEL_FOLDER}/", f"{HF_FOLDER}/", f"{ADAPTER_FOLDER}/")]
+    needed = [
+        f"{folder.name}/{part}"
+        for part in (META, f"{MODEL_FOLDER}/", f"{HF_FOLDER}/", f"{ADAPTER_FOLDER}/", ADAPTER_META)
+    ]
     problems = verify_manifest(step, below=needed)
     if problems:
         more = f" and {len(problems) - 1} more problems" if len(problems) > 1 else ""

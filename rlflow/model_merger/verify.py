@@ -100,7 +100,7 @@ def _logits_of_shards(kind: ModelKind, source: Source, tokens: Tensor, dtype: to
         )
     model.tie_weights()
     fill(source, _weights(model, kind))
-    if source.meta.get("lora"):
+    if source.has_adapter:
         model = _merged_by_peft(model, source)
     weights = _weights(model, kind)
     model.eval()

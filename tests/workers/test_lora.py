@@ -175,9 +175,9 @@ def test_files_are_those_that_peft_and_transformers_load(tiny_model, adapter, tm
     own = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     own.load_state_dict(full_params(engine), strict=False)
     torch.testing.assert_close(own(ids).logits, by_peft, rtol=1e-4, atol=1e-4)
-    assert json.loads((tmp_path / "lora_train_meta.json").read_text()) == {
-        "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"
-    }  # fmt: skip
+    meta = json.loads((tmp_path / "lora_train_meta.json").read_text())
+    assert (meta["r"], meta["lora_alpha"], meta["task_type"]) == (4, 8, "CAUSAL_LM")
+    assert meta["scaling"][f"{Q}.weight"] == 2.0 and len(meta["scaling"]) == 14
     again = build(tiny_model, model={"lora_adapter_path": str(tmp_path / "lora_adapter")})
     assert torch.equal(log_probs(again), log_probs(engine))
 

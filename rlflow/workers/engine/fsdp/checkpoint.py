@@ -34,7 +34,6 @@ from rlflow.checkpoint.shards import FORMAT, PendingFile, ShardReader, read_json
 from rlflow.utils.device import get_device_name, get_torch_device
 from rlflow.utils.errors import CheckpointError
 from rlflow.workers.engine.fsdp.export import hf_name
-from rlflow.workers.engine.fsdp.lora import adapted_weights
 from rlflow.workers.engine.fsdp.model import PackedModel, reshard
 from rlflow.workers.engine.fsdp.shards import local_part, read_into, shard_files
 
@@ -44,16 +43,27 @@ logger = logging.getLogger(__name__)
 # ---- model and optimizer ---------------------------------------------------------------------------------------------
 
 
-def _named_params(module: PackedModel, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+def _all_params(module: PackedModel) -> Iterator[tuple[str, Tensor]]:
     for name, param in module.named_parameters():
-        if param.requires_grad or not trained_only:
-            yield hf_name(name), param
+        yield hf_name(name), param
 
 
-def load_model(module: PackedModel, folder: Path, lora_only: bool = False) -> None:
-    """Read the weights, or the adapters. `CheckpointError` names what is missing or superfluous."""
+def _named_params(module: PackedModel) -> Iterator[tuple[str, Tensor]]:
+    """What is saved: all parameters, or those that are trained."""
+    for name, param in _all_params(module):
+        if param.requires_grad or not module.saves_trained_only:
+            yield name, param
+
+
+def load_model(module: PackedModel, folder: Path) -> None:
+    """Read the weights, or only the trained ones where none other are there. `CheckpointError` names what is missing or
+    superfluous.
+    """
     with ShardReader(folder) as reader:
-        wanted = dict(_named_params(module, lora_only))
+        wanted = dict(_all_params(module))
+        frozen = {name for name, param in wanted.items() if not param.requires_grad}
+        if len(frozen) < len(wanted) and not frozen & set(reader.tensors):
+            wanted = {name: param for name, param in wanted.items() if name not in frozen}
         missing, extra = sorted(set(wanted) - set(reader.tensors)), sorted(set(reader.tensors) - set(wanted))
         if missing or extra:
             raise CheckpointError(
@@ -185,17 +195,15 @@ def state_files(
     *,
     contents: Iterable[str],
     global_step: int,
-    lora_only: bool = False,
 ) -> Iterator[PendingFile]:
     """The files of this rank for "model", "optimizer" and "extra" of `contents`; their tensors are the live ones.
 
-    With `lora_only` frozen weights are left out. *Collective*: every rank must run the iterator to its end.
+    *Collective*: every rank must run the iterator to its end.
     """
     contents = set(contents)
-    lora_only = lora_only and module.adapter_config is not None
     reshard(module)
     if "model" in contents:
-        yield from shard_files(_named_params(module, lora_only), folder / "model")
+        yield from shard_files(_named_params(module), folder / "model")
     if "optimizer" in contents and optimizer is not None:
         yield from optimizer_files(module, optimizer, folder / "optimizer")
     if "extra" in contents:
@@ -207,9 +215,6 @@ def state_files(
             "global_step": global_step,
             "contents": sorted(contents),
         }
-        if module.adapter_config is not None:
-            scaling = {name: part.scaling for name, part in adapted_weights(module.hf_model).items()}
-            meta["lora"] = {"only": lora_only, "scaling": scaling}
         yield PendingFile(folder / "meta.json", json=meta)
 
 
@@ -235,7 +240,7 @@ def load_state(
         )
     reshard(module)
     if "model" in contents:
-        load_model(module, folder / "model", bool((meta.get("lora") or {}).get("only")))
+        load_model(module, folder / "model")
     if "optimizer" in contents and optimizer is not None:
         load_optimizer(module, optimizer, folder / "optimizer")
     if "extra" in contents:

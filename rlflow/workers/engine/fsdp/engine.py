@@ -50,7 +50,7 @@ from rlflow.workers.engine.batching import (
 from rlflow.workers.engine.fsdp import checkpoint, export
 from rlflow.workers.engine.fsdp.inputs import ModelInputs, build_inputs, empty_inputs, prompt_keys, response_lengths
 from rlflow.workers.engine.fsdp.log_prob import TokenStats
-from rlflow.workers.engine.fsdp.lora import ADAPTER_FOLDER, adapters_off
+from rlflow.workers.engine.fsdp.lora import adapters_off
 from rlflow.workers.engine.fsdp.model import (
     PackedModel,
     PolicyModel,
@@ -130,8 +130,7 @@ class FSDPEngine(BaseEngine):
         self.module = build_module(self.load_model, self.model_config, self.engine_config, self.mesh, self.device)
         self.module.eval()
         if not self.engine_config.forward_only:
-            trained = (param for param in self.module.parameters() if param.requires_grad)
-            self.optimizer = build_optimizer(trained, self.optimizer_config)
+            self.optimizer = build_optimizer(self.module.trained_parameters(), self.optimizer_config)
             self.lr_scheduler = build_lr_scheduler(self.optimizer, self.optimizer_config)
         if self.is_param_offload_enabled or self.is_optimizer_offload_enabled:
             self.to("cpu", model=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled, grad=False)
@@ -341,24 +340,16 @@ class FSDPEngine(BaseEngine):
         if hdfs_path is not None:
             raise ConfigError("copies to a remote file system (hdfs_path) are not in this version; set it to null")
         contents = self._contents("save_contents")
+        self.module.saves_trained_only = bool(self.checkpoint_config and self.checkpoint_config.save_lora_only)
         folder = Path(local_path)
         with self.eval_mode():
             state = (self.module, self.optimizer, self.lr_scheduler)
-            settings = self.checkpoint_config
-            files = checkpoint.state_files(
-                *state,
-                folder,
-                contents=contents,
-                global_step=global_step,
-                lora_only=bool(settings is not None and settings.save_lora_only),
-            )
-            in_background = settings is not None and bool(settings.get("async_save"))
+            files = checkpoint.state_files(*state, folder, contents=contents, global_step=global_step)
+            in_background = self.checkpoint_config is not None and bool(self.checkpoint_config.get("async_save"))
             done = self._writer.write(files, folder, dist.get_rank(), in_background=in_background)
             export.save_hf_folder(
                 self.module, self.model_config, folder / "huggingface", with_weights="hf_model" in contents
             )
-            if self.module.adapter_config is not None and "model" in contents:
-                export.save_adapter(self.module, self.model_config, folder / ADAPTER_FOLDER)
         return done
 
     def load_checkpoint(

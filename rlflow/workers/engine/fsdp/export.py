@@ -85,8 +85,8 @@ def save_adapter(module: PackedModel, model_config: Any, folder: Path) -> None:
     stored = lora.trained_tensors(module.hf_model, module.head_name)
     tensors = {name: _gather(value) for name, value in stored.items()}
     if dist.get_rank() == 0:
-        lora.write_adapter(folder, module.adapter_config, tensors, model_config.path, module.head_name)
-    dist.barrier()
+        scaling = {name: part.scaling for name, part in lora.adapted_weights(module.hf_model).items()}
+        lora.write_adapter(folder, module.adapter_config, tensors, model_config.path, scaling, module.head_name)
 
 
 def _gather(value: Tensor) -> Tensor:
@@ -96,13 +96,17 @@ def _gather(value: Tensor) -> Tensor:
 def save_hf_folder(
     module: PackedModel, model_config: Any, folder: Path, *, with_weights: bool, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Write config, generation config and tokenizer, and with `with_weights` the weights in `dtype`. *Collective.*"""
+    """Write config, generation config and tokenizer, and with `with_weights` the weights in `dtype`; beside the folder
+    an adapter, where there is one. *Collective.*
+    """
     writer = dist.get_rank() == 0
     if writer:
         folder.mkdir(parents=True, exist_ok=True)
         _save_configs(module.hf_model, model_config, folder, dtype)
     if with_weights:
         _save_weights(module, folder, dtype, writer)
+    if module.adapter_config is not None:
+        save_adapter(module, model_config, folder.parent / lora.ADAPTER_FOLDER)
     dist.barrier()
 
 

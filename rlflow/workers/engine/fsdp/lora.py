@@ -178,13 +178,12 @@ def adapted_weights(hf_model: Any) -> dict[str, Adapted]:
         return {}
     from peft.tuners.lora import LoraLayer
 
-    return {
-        f"{name}.weight": Adapted(
-            layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, float(layer.scaling[ADAPTER])
-        )
-        for name, layer in hf_model.named_modules()
-        if isinstance(layer, LoraLayer)
-    }
+    found: dict[str, Adapted] = {}
+    for name, layer in hf_model.named_modules():
+        if isinstance(layer, LoraLayer):
+            a, b = (getattr(layer, f"lora_{side}")[ADAPTER].weight for side in "AB")
+            found[f"{name}.weight"] = Adapted(a, b, float(layer.scaling[ADAPTER]))
+    return found
 
 
 @contextmanager
@@ -216,15 +215,31 @@ def trained_tensors(hf_model: Any, head: str | None = None) -> dict[str, Tensor]
     return {_PEFT_PREFIX + plain_name(name): p.detach() for name, p in params if is_trained(name, head)}
 
 
-def write_adapter(folder: Path, config: Any, tensors: dict[str, Tensor], base: str, head: str | None = None) -> None:
-    """A folder that `PeftModel.from_pretrained` loads, and `lora_adapter_path` starts from."""
+def write_adapter(
+    folder: Path,
+    config: Any,
+    tensors: dict[str, Tensor],
+    base: str,
+    scaling: dict[str, float],
+    head: str | None = None,
+) -> None:
+    """A folder that `PeftModel.from_pretrained` loads, and `lora_adapter_path` starts from.
+
+    Args:
+        folder: to write; beside it comes a file of what a merge needs to know.
+        config: of PEFT.
+        tensors: of `trained_tensors`, whole.
+        base: path or id of the model that the adapter belongs to.
+        scaling: name of an adapted weight -> factor of its product.
+        head: as in `add_adapter`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     values = config.to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
     values["modules_to_save"] = None if head is None else [head]
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=2, default=str, sort_keys=True) + "\n")
     write_tensors({name: value.cpu().contiguous() for name, value in tensors.items()}, folder / WEIGHTS_FILE)
-    meta = {"r": config.r, "lora_alpha": config.lora_alpha, "task_type": values["task_type"]}
+    meta = {"r": config.r, "lora_alpha": config.lora_alpha, "task_type": values["task_type"], "scaling": scaling}
     (folder.parent / META_FILE).write_text(json.dumps(meta) + "\n")
 
 

@@ -73,6 +73,7 @@ class PackedModel(nn.Module):
         self.hf_model = hf_model
         self.attention_calls = AttentionCalls.needed_by(hf_model.config.get_text_config())
         self.adapter_config: Any = None  # of PEFT, in a model with adapters
+        self.saves_trained_only = False
         self.routers = RouterLoad.of(hf_model)
 
     @property
@@ -85,11 +86,15 @@ class PackedModel(nn.Module):
         """Name in `hf_model` of a head that no checkpoint of a causal LM has: it is trained beside adapters too."""
         return None
 
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """All of them, or those of adapters and of a head beside them."""
+        return [param for param in self.parameters() if param.requires_grad]
+
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Last hidden states [N, h] where the predictions are made."""
         inputs.layout.calls = AttentionCalls()
         # Padding, and the token of a rank without rows, are routed too, but are no load.
-        counts = torch.is_grad_enabled() and not inputs.layout.dense and inputs.labels.numel() > 0
+        counts = torch.is_grad_enabled() and not inputs.layout.dense and inputs.lengths.numel() > 0
         with nullcontext() if self.routers is None else self.routers.recording(counts):
             hidden = self.hf_model.base_model(
                 input_ids=inputs.input_ids,

@@ -99,7 +99,8 @@ class AttentionLayout:
     def padded(width: int, device: torch.device | str = "cpu") -> AttentionLayout:
         """Layout of a right-padded batch [B, width]."""
         none = torch.zeros(0, dtype=torch.int64, device=device)
-        return AttentionLayout(dense=True, longest=width, buckets=(Bucket(0, width, width, *[none] * 4, None),))
+        bucket = Bucket(0, width, width, none, none, none, none, None)
+        return AttentionLayout(dense=True, longest=width, buckets=(bucket,))
 
     @staticmethod
     def packed(rows: Sequence[Row], device: torch.device | str = "cpu") -> AttentionLayout:
