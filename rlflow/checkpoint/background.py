@@ -1,7 +1,7 @@
 """Checkpoint files written in a thread, from a copy of the state, while training goes on.
 
-    writer.write(files, folder, rank, in_background=True)      copies; returns {folder}/.written_00003
-    BackgroundFiles([...], timeout_s)                          whoever waits for all ranks
+    CheckpointWriter(in_background=True).write(files, folder, rank)    copies; returns {folder}/.written_00003
+    BackgroundFiles([...], timeout_s).wait()                           whoever waits for all ranks
 
 A rank says that it is done by a file, because it serves other calls meanwhile: `.writing_{rank}` is there from the
 start, with room for a message, and becomes `.written_{rank}` at the end; so not even a full disk keeps the end from
@@ -31,19 +31,23 @@ _POLL_S = 0.05
 
 
 class CheckpointWriter:
-    """Writes the files of one rank."""
+    """Writes the files of one rank.
 
-    def __init__(self) -> None:
+    Args:
+        in_background: `write` returns when the files' contents are copied.
+    """
+
+    def __init__(self, *, in_background: bool) -> None:
+        self._in_background = in_background
         self._thread: threading.Thread | None = None
 
-    def write(self, files: Iterable[PendingFile], folder: Path, rank: int, *, in_background: bool) -> Path | None:
+    def write(self, files: Iterable[PendingFile], folder: Path, rank: int) -> Path | None:
         """Write `files` now, or a copy of them in a thread.
 
         Args:
             files: an iterator that may be a collective; it is run to its end here.
             folder: the rank's folder, where the end is told.
             rank: whose files they are.
-            in_background: return when they are copied.
 
         Returns:
             None when everything is written, else the file that appears once it is.
@@ -52,7 +56,7 @@ class CheckpointWriter:
             CheckpointError: the disk refuses. A thread tells it by its file.
         """
         self.wait()
-        if not in_background:
+        if not self._in_background:
             for file in files:
                 file.write()
             return None

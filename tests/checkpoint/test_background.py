@@ -38,8 +38,8 @@ def files(folder: Path, live: torch.Tensor) -> list[PendingFile]:
 
 
 def test_the_state_of_the_moment_is_written_while_it_changes(tmp_path: Path, gate: threading.Event) -> None:
-    live, writer = torch.zeros(4), CheckpointWriter()
-    mark = writer.write(files(tmp_path, live), tmp_path, 3, in_background=True)
+    live, writer = torch.zeros(4), CheckpointWriter(in_background=True)
+    mark = writer.write(files(tmp_path, live), tmp_path, 3)
     assert mark == tmp_path / ".written_00003" and not mark.exists()
     live.fill_(7)
     gate.set()
@@ -49,15 +49,15 @@ def test_the_state_of_the_moment_is_written_while_it_changes(tmp_path: Path, gat
 
 
 def test_without_background_everything_is_there_at_once(tmp_path: Path) -> None:
-    assert CheckpointWriter().write(iter(files(tmp_path, torch.ones(2))), tmp_path, 0, in_background=False) is None
+    assert CheckpointWriter(in_background=False).write(iter(files(tmp_path, torch.ones(2))), tmp_path, 0) is None
     assert (tmp_path / "meta.json").is_file() and (tmp_path / "model" / "a.safetensors").is_file()
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path, gate: threading.Event) -> None:
-    writer, live = CheckpointWriter(), torch.zeros(2)
-    first = writer.write(files(tmp_path / "1", live), tmp_path / "1", 0, in_background=True)
+    writer, live = CheckpointWriter(in_background=True), torch.zeros(2)
+    first = writer.write(files(tmp_path / "1", live), tmp_path / "1", 0)
     threading.Timer(0.2, gate.set).start()
-    second = writer.write(files(tmp_path / "2", live), tmp_path / "2", 0, in_background=True)
+    second = writer.write(files(tmp_path / "2", live), tmp_path / "2", 0)
     assert first is not None and first.exists()
     assert second is not None
     writer.wait()
@@ -73,7 +73,7 @@ def test_a_rank_that_could_not_write_is_named_and_nothing_looks_complete(
     monkeypatch.setattr(shards_module, "save_file", full)
     pending = PendingDirectory(tmp_path / "global_step_2")
     folder = pending.work / "actor"
-    mark = CheckpointWriter().write(files(folder, torch.zeros(2)), folder, 1, in_background=True)
+    mark = CheckpointWriter(in_background=True).write(files(folder, torch.zeros(2)), folder, 1)
     assert mark is not None
     prepared = PreparedCheckpoint(pending, 2, [mark], 30)
     with pytest.raises(CheckpointError, match=r"background save of step 2 failed: actor, rank 1: .*No space left"):
@@ -87,7 +87,7 @@ def test_the_folder_counts_only_when_all_ranks_are_done(tmp_path: Path, gate: th
     for rank in (0, 1):
         folder = pending.work / "actor"
         rows = PendingFile(folder / f"rank_{rank}.safetensors", tensors={"w": torch.ones(2)})
-        marks.append(CheckpointWriter().write([rows], folder, rank, in_background=True))
+        marks.append(CheckpointWriter(in_background=True).write([rows], folder, rank))
     prepared = PreparedCheckpoint(pending, 2, [mark for mark in marks if mark], 30)
     assert prepared.in_background and not prepared.done()
     assert not (tmp_path / "global_step_2").exists()

@@ -101,10 +101,12 @@ def commit_checkpoint(trainer: PPOTrainer, prepared: PreparedCheckpoint, metrics
         trainer.dumps.flush()
         trainer.recorder.sync()
     finally:
-        # What the step was worth is noted now; that it was saved, once it is.
-        mark_best(run_folder(trainer.config), prepared.step, metrics, saved=False, config=trainer.config)
-        trainer.saving = prepared
-        finish_saving(trainer, wait=not prepared.in_background)
+        try:
+            # What the step was worth is noted now; that it was saved, once it is.
+            mark_best(run_folder(trainer.config), prepared.step, metrics, saved=False, config=trainer.config)
+        finally:
+            trainer.saving = prepared
+            finish_saving(trainer, wait=not prepared.in_background)
 
 
 def finish_saving(trainer: PPOTrainer, *, wait: bool, timeout_s: float | None = None) -> None:
@@ -121,10 +123,12 @@ def finish_saving(trainer: PPOTrainer, *, wait: bool, timeout_s: float | None = 
     saving = trainer.saving
     if saving is None or not (wait or saving.done()):
         return
-    complete = saving.result(timeout_s)
+    try:
+        complete = saving.result(timeout_s)
+    finally:
+        trainer.saving = None
     if not saving.claim():
         return
-    trainer.saving = None
     if not complete:
         notice(f"the checkpoint of step {saving.step} was not completely on the disk when the run ended; it is lost")
         return

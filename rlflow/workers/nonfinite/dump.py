@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -119,11 +120,12 @@ def weights_state(engine: BaseEngine) -> tuple[float, list[str]]:
     """(2-norm of all weights, names of those with values that are not finite). *Collective.*"""
     squares, bad = 0.0, []
     for name, tensor in engine.get_per_tensor_param()[0]:
-        square = float(tensor.double().square().sum())
-        squares += square
-        if not bool(torch.isfinite(tensor).all()):
+        # In float64 no finite weights of a narrower type have a norm that is not finite.
+        norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+        squares += norm**2
+        if not math.isfinite(norm):
             bad.append(name)
-    return squares**0.5, bad
+    return math.sqrt(squares), bad
 
 
 def _describe(

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rlflow.config import (
     CheckpointConfig,
@@ -35,6 +34,8 @@ from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ConfigError
 from rlflow.workers import losses
 from rlflow.workers.engine.base import BaseEngine, LossFunction
+from rlflow.workers.engine.fsdp.optim import grad_norm
+from rlflow.workers.engine.fsdp.shards import local_part
 from rlflow.workers.engine.registry import EngineRegistry
 from rlflow.workers.nonfinite.dump import DumpInfo, nonfinite_rows, weights_state
 
@@ -169,14 +170,9 @@ def _gradient(engine: BaseEngine, data: TensorDict, loss_fn: LossFunction) -> di
     return engine.forward_backward_batch(data.copy(), loss_fn)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _grad_norm(engine: BaseEngine) -> float:
     params = engine.module.parameters()  # type: ignore[attr-defined]
-    grads = [_local(param.grad) for param in params if param.grad is not None]
-    return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+    return grad_norm(param.grad for param in params if param.grad is not None)
 
 
 class _Watch:
@@ -228,4 +224,4 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _is_finite(tensor: Tensor) -> bool:
     # Detached: a recomputed forward must save the same tensors for its backward as the first one.
-    return bool(torch.isfinite(_local(tensor).detach()).all())
+    return bool(torch.isfinite(local_part(tensor).detach()).all())

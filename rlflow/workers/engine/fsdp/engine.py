@@ -94,7 +94,7 @@ class FSDPEngine(BaseEngine):
         self.module: PackedModel
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
-        self._writer = CheckpointWriter()
+        self._writer = CheckpointWriter(in_background=bool((checkpoint_config or {}).get("async_save")))
 
     # ---- what a subclass says ------------------------------------------------------------------------------------
 
@@ -345,8 +345,7 @@ class FSDPEngine(BaseEngine):
         with self.eval_mode():
             state = (self.module, self.optimizer, self.lr_scheduler)
             files = checkpoint.state_files(*state, folder, contents=contents, global_step=global_step)
-            in_background = self.checkpoint_config is not None and bool(self.checkpoint_config.get("async_save"))
-            done = self._writer.write(files, folder, dist.get_rank(), in_background=in_background)
+            done = self._writer.write(files, folder, dist.get_rank())
             export.save_hf_folder(
                 self.module, self.model_config, folder / "huggingface", with_weights="hf_model" in contents
             )

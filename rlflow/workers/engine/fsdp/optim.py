@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlflow.utils.errors import ConfigError
 from rlflow.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from rlflow.workers.engine.fsdp.shards import local_part
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: Any) -> Optimizer:
@@ -95,7 +96,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     value = grad_norm(grads)
     if max_norm is not None and math.isfinite(value) and value > max_norm:
         # The small number is torch's, so that both clip alike.
-        torch._foreach_mul_([_local(grad) for grad in grads], max_norm / (value + 1e-6))
+        torch._foreach_mul_([local_part(grad) for grad in grads], max_norm / (value + 1e-6))
     return value
 
 
@@ -116,7 +117,7 @@ def grad_norm(grads: Iterable[Tensor]) -> float:
             mesh = grad.device_mesh
             # Not `is_shard`: the placement of a dimension that tensor parallel and FSDP both split says no to it.
             dims = tuple(dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate())
-        shards.setdefault((mesh, dims), []).append(_local(grad))
+        shards.setdefault((mesh, dims), []).append(local_part(grad))
     total = 0.0
     for (mesh, dims), parts in shards.items():
         squares = torch.stack(torch._foreach_norm(parts)).double().square().sum()
@@ -125,7 +126,3 @@ def grad_norm(grads: Iterable[Tensor]) -> float:
             dist.all_reduce(squares, group=mesh.get_group(dim))
         total += float(squares)
     return math.sqrt(total)
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
