@@ -120,9 +120,21 @@ class FSDPEngineConfig(EngineConfig):
     """Fully sharded data parallel. `mixed_precision` {param_dtype, reduce_dtype} overrides what `dtype` implies."""
 
     model_dtype: str | None = "fp32"
+    fsdp_size: int = -1
+    ulysses_sequence_parallel_size: int = 1
     reshard_after_forward: bool = True
+    forward_prefetch: bool = False
+    defer_fsdp_grad_sync: bool = True
+    wrap_policy: dict[str, Any] = field(default_factory=dict)
     mixed_precision: dict[str, Any] | None = None
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    grad_offload: bool = False
+    offload_policy: bool = False
+    entropy_from_logits_with_chunking: bool = True
     entropy_from_logits_chunk_size: int = 2048
+    entropy_checkpointing: bool = True
+    use_torch_compile: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy not in ("fsdp", "fsdp2"):

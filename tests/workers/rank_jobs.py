@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
+import parallel_cases  # noqa: E402
 from tiny import configs, make_batch, with_values  # noqa: E402
 
 from rlflow.config import CheckpointConfig, FSDPActorConfig, FSDPCriticConfig  # noqa: E402
@@ -22,6 +23,8 @@ from rlflow.utils import tensordict_utils as tu  # noqa: E402
 from rlflow.workers.engine.batching import count_loss_tokens  # noqa: E402
 from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead, FSDPEngineWithValueHead  # noqa: E402
 from rlflow.workers.losses import ppo_loss, value_loss  # noqa: E402
+
+ADAMW_LR = 1e-3
 
 
 def build(path, *, critic=False, load=None, contents=("model", "optimizer", "extra"), **options):
@@ -45,9 +48,18 @@ def full_params(engine):
     return {n: t.clone() for n, t in engine.get_per_tensor_param()[0]}
 
 
-def local_rows(data):
-    size = data.batch_size[0] // dist.get_world_size()
-    return tu.slice_tensordict(data, dist.get_rank() * size, (dist.get_rank() + 1) * size)
+def local_rows(data, engine):
+    """The rows of this rank; ranks that share the tokens of a row get the same ones."""
+    rank, size = engine.get_data_parallel_rank(), data.batch_size[0] // engine.get_data_parallel_size()
+    return tu.slice_tensordict(data, rank * size, (rank + 1) * size)
+
+
+def collected(engine, rows):
+    """Rows of all data-parallel ranks in order, each from the rank that answers for it."""
+    mine = (engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs(), rows)
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return [row for _, answers, part in sorted(ranks, key=lambda rank: rank[0]) if answers for row in part]
 
 
 def loss_of(critic, options=None):
@@ -66,7 +78,7 @@ def gradient(path, out, *, critic=False, steps=0, seed=0, loss=None, options=Non
         mask = data["response_mask"]
         dropped = [row * (i < rows - masked) for i, row in enumerate(mask.unbind())]
         data.set("response_mask", tu.nested_like(torch.cat(dropped), mask))
-        return local_rows(tu.assign_non_tensor_whole(data, options or {}))
+        return local_rows(tu.assign_non_tensor_whole(data, options or {}), engine)
 
     data = batch(seed)
     counts = count_loss_tokens(data, engine.get_data_parallel_group(), engine.get_data_parallel_size(), engine.device)
@@ -75,9 +87,7 @@ def gradient(path, out, *, critic=False, steps=0, seed=0, loss=None, options=Non
         outputs = engine.forward_backward_batch(data, loss_fn)
         result["grads"] = full_grads(engine)
     name = "values" if critic else "log_probs"
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, [row.clone() for row in outputs["model_output"][name].unbind()])
-    result[name] = [row for part in parts for row in part]
+    result[name] = collected(engine, [row.clone() for row in outputs["model_output"][name].unbind()])
     result["loss"] = torch.tensor(sum(outputs["loss"]))
     dist.all_reduce(result["loss"])
     result["loss"] /= dist.get_world_size()
@@ -96,11 +106,36 @@ def train(path, out, *, seeds, critic=False, load=None, save_to=None, **engine_o
     loss_fn = loss_of(critic)
     for seed in seeds:
         with engine.train_mode():
-            engine.train_batch(local_rows(with_values(make_batch(8, seed), seed)), loss_fn)
+            engine.train_batch(local_rows(with_values(make_batch(8, seed), seed), engine), loss_fn)
         lr = engine.lr_scheduler_step()
     if save_to:
         engine.save_checkpoint(save_to, global_step=len(seeds))
     save(out, {"params": full_params(engine), "lr": lr if seeds else None, "noise": torch.rand(4)})
+
+
+def run_case(path, case, steps=3):
+    """Outputs and gradient of the first mini-batch, parameters after `steps` of SGD and of AdamW; same rollouts always."""
+    critic = case["critic"]
+    loss_fn = loss_of(critic, {} if critic else {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01})
+    result = {}
+    for optimizer, lr in (("SGD", 0.05), ("AdamW", ADAMW_LR)):
+        engine = build(path, optimizer=optimizer, lr=lr, **parallel_cases.engine_options(case))
+        for seed in range(steps):
+            data = tu.assign_non_tensor_whole(with_values(make_batch(8, seed), seed), parallel_cases.batch_options(case))
+            with engine.train_mode():
+                outputs = engine.forward_backward_batch(local_rows(data, engine), loss_fn)
+                if not result:
+                    rows = outputs["model_output"]["values" if critic else "log_probs"].unbind()
+                    result = {"outputs": collected(engine, list(rows)), "grads": full_grads(engine)}
+                    result["loss"] = sum(collected(engine, [sum(outputs["loss"])])) / engine.get_data_parallel_size()
+                engine.optimizer_step()
+        result[optimizer] = full_params(engine)
+    return result
+
+
+def table(path, out, *, cases):
+    """`run_case` of all cases in this process group."""
+    save(out, [run_case(path, case) for case in cases])
 
 
 def save(out, result):

@@ -98,6 +98,7 @@ def prepare_micro_batches(
     prompt_keys: Callable[[TensorDict], list[bytes]] | None = None,
     prompt_lengths: Sequence[int] | None = None,
     linear_work: int = LINEAR_WORK_PER_TOKEN,
+    sp_size: int = 1,
 ) -> list[MicroBatch]:
     """Cut a batch.
 
@@ -108,6 +109,7 @@ def prepare_micro_batches(
         prompt_keys: equal keys for rows of equal prompts; needed with `share_prompts`.
         prompt_lengths: prompt tokens of each row; needed with `share_prompts`.
         linear_work: work of a token in units of one attention pair (6 x hidden size for the usual transformer).
+        sp_size: ranks that share the tokens of a forward; the budget of a micro-batch is theirs together.
 
     Raises:
         ContractError: a row alone is over the budget.
@@ -118,8 +120,8 @@ def prepare_micro_batches(
         parts = [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
         parts = pad_parts(parts, max_over_ranks(len(parts), dp_group))
     else:
-        budget = options.max_token_len_per_gpu or 0
-        _check_rows_fit(lengths, budget)
+        budget = (options.max_token_len_per_gpu or 0) * sp_size
+        _check_rows_fit(lengths, budget, sp_size)
         if options.use_remove_padding:
             keys = prompt_keys(data) if options.share_prompts and prompt_keys else None
             items = _items(lengths, budget, keys, prompt_lengths, linear_work)
@@ -133,13 +135,14 @@ def prepare_micro_batches(
     return [MicroBatch(rows, tu.index_select_tensor_dict(data, rows)) if rows else MicroBatch() for rows in parts]
 
 
-def _check_rows_fit(lengths: Sequence[int], budget: int) -> None:
+def _check_rows_fit(lengths: Sequence[int], budget: int, sp_size: int) -> None:
     longest = max(lengths, default=0)
     if longest > budget:
+        over = f" x {sp_size} ranks of a sequence" if sp_size > 1 else ""
         raise ContractError(
-            f"row {list(lengths).index(longest)} has {longest} tokens, over max_token_len_per_gpu={budget} tokens a "
-            f"micro-batch; set ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu) to at least {longest}, or "
-            "shorten prompts or responses"
+            f"row {list(lengths).index(longest)} has {longest} tokens, over max_token_len_per_gpu={budget // sp_size}"
+            f"{over} tokens a micro-batch; set ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu) to at least "
+            f"{-(-longest // sp_size)}, or shorten prompts or responses"
         )
 
 

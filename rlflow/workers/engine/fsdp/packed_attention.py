@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlflow.utils.errors import ConfigError, ContractError
+from rlflow.workers.engine.fsdp.ulysses import over_sequence_ranks
 
 ATTENTION_NAME = "rlflow_packed"
 LAYOUT_KWARG = "attention_layout"
@@ -74,6 +75,7 @@ class AttentionLayout:
         cu_seqlens: int32 [rows + 1] for variable-length kernels; None when a prompt is shared.
         longest: length of the longest row, prefix included.
         calls: how often attention ran with this layout; the model compares it with its number of layers.
+        sequence_group: ranks over which the tokens are split outside of attention (see ulysses.py); None: this one.
     """
 
     dense: bool
@@ -82,6 +84,7 @@ class AttentionLayout:
     out_index: Tensor | None = None
     cu_seqlens: Tensor | None = None
     calls: int = field(default=0, compare=False)
+    sequence_group: Any = None
 
     @staticmethod
     def padded(width: int) -> AttentionLayout:
@@ -211,6 +214,7 @@ class _GatherOut(torch.autograd.Function):
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad), None
 
 
+@over_sequence_ranks(LAYOUT_KWARG)
 def packed_attention(
     module: nn.Module,
     query: Tensor,
