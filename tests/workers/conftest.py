@@ -45,7 +45,7 @@ def single_process_group():
 def run_ranks(tmp_path):
     """run_ranks(world, job, path=..., **kwargs) -> what rank 0 of a job in rank_jobs.py saved."""
 
-    def run(world: int, job: str, **kwargs):
+    def run(world: int, job: str, device: str = "cpu", **kwargs):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -60,7 +60,7 @@ def run_ranks(tmp_path):
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
-                "RLFLOW_DEVICE": "cpu",
+                "RLFLOW_DEVICE": device,
             }
             command = [sys.executable, str(script), job, str(out), json.dumps(kwargs)]
             log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -20,6 +20,7 @@ from tiny import configs, make_batch, with_values  # noqa: E402
 
 from rlflow.config import CheckpointConfig, FSDPActorConfig, FSDPCriticConfig  # noqa: E402
 from rlflow.utils import tensordict_utils as tu  # noqa: E402
+from rlflow.utils.device import get_nccl_backend  # noqa: E402
 from rlflow.workers.engine.batching import count_loss_tokens  # noqa: E402
 from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead, FSDPEngineWithValueHead  # noqa: E402
 from rlflow.workers.losses import ppo_loss, value_loss  # noqa: E402
@@ -41,11 +42,11 @@ def build(path, *, critic=False, load=None, contents=("model", "optimizer", "ext
 def full_grads(engine):
     """Gradients by name, gathered where they are sharded."""
     grads = ((n, p.grad) for n, p in engine.module.named_parameters())
-    return {n: (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone() for n, grad in grads}
+    return {n: (grad.full_tensor() if isinstance(grad, DTensor) else grad).cpu().clone() for n, grad in grads}
 
 
 def full_params(engine):
-    return {n: t.clone() for n, t in engine.get_per_tensor_param()[0]}
+    return {n: t.cpu().clone() for n, t in engine.get_per_tensor_param()[0]}
 
 
 def local_rows(data, engine):
@@ -133,9 +134,17 @@ def run_case(path, case, steps=3):
     return result
 
 
-def table(path, out, *, cases):
-    """`run_case` of all cases in this process group."""
-    save(out, [run_case(path, case) for case in cases])
+def tables(path, out, *, cases):
+    """`run_case` of the cases of each world size, one group of the first ranks after the other: starting is what costs."""
+    results = {}
+    for world in cases:
+        if (rank := int(os.environ["RANK"])) < int(world):
+            store = f"file://{out}.{world}"
+            dist.init_process_group(get_nccl_backend(), init_method=store, rank=rank, world_size=int(world))
+            results[int(world)] = [run_case(path, case) for case in cases[world]]
+            dist.destroy_process_group()
+    if rank == 0:
+        torch.save(results, out)
 
 
 def save(out, result):
@@ -147,5 +156,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     job, out, kwargs = sys.argv[1:4]
     os.environ.setdefault("RLFLOW_DEVICE", "cpu")
+    if os.environ["RLFLOW_DEVICE"] == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     globals()[job](out=out, **json.loads(kwargs))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -214,7 +214,7 @@ class FSDPEngine(BaseEngine):
             rows = config.infer_micro_batch_size_per_gpu or rows
         # On a CPU matrix products are everything, and a group of n responses repeats its prompt n times; on a GPU long
         # rows are better served by a variable-length attention kernel, which knows no shared prompts.
-        share = config.get("share_prompts", None)
+        share = config.share_prompts
         return {
             "share_prompts": self.device.type == "cpu" if share is None else bool(share),
             "use_remove_padding": config.use_remove_padding,
@@ -365,9 +365,13 @@ class FSDPEngineWithLMHead(FSDPEngine):
 
     def load_model(self, dtype: torch.dtype, with_weights: bool) -> PackedModel:
         causal_lm = load_causal_lm(self.model_config, self.hf_config, dtype, with_weights)
+        config = self.engine_config
         return PolicyModel(
             causal_lm,
-            self.engine_config.get("entropy_from_logits_chunk_size"),
+            config.entropy_from_logits_chunk_size,
+            chunked=config.entropy_from_logits_with_chunking,
+            recompute=config.entropy_checkpointing,
+            compiled=config.use_torch_compile,
             fused=bool(self.model_config.get("use_fused_kernels", False)),
         )
 

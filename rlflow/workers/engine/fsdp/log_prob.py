@@ -6,12 +6,15 @@ With z = (h W^T + b) / T of one token, p = softmax(z), y its label:
     squared probabilities  S = sum_v p_v^2                 value only: a baseline's weight, nothing is trained by it
 
 Invariants
-    - At most `chunk` rows of logits exist at a time, in the forward and in the backward (which computes them again).
+    - At most `chunk` rows of logits exist at a time, in the forward and in the backward (which computes them again,
+      unless it is told to keep their log-softmax: fp32 [N, V] between forward and backward).
     - The matrix product runs in the dtype of hidden and weight, everything behind it in fp32; results are fp32.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -70,11 +73,15 @@ class _LinearLogProb(torch.autograd.Function):
         with_sum_pi_squared: bool,
         chunk: int,
         kernel: CrossEntropy | None,
+        keep: bool,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         n = hidden.shape[0]
         log_probs = torch.empty(n, dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(log_probs) if with_entropy else None
         squares = torch.empty_like(log_probs) if with_sum_pi_squared else None
+        sums = _maybe_compiled(_distribution_sums, compiled)
+        ctx.kept = {}
         for start in range(0, n, chunk):
             part = slice(start, start + chunk)
             inv_t = None if inv_temperature is None else inv_temperature[part]
@@ -84,14 +91,16 @@ class _LinearLogProb(torch.autograd.Function):
                 continue
             log_p = _log_softmax(hidden[part], weight, bias, inv_t)
             log_probs[part] = log_p.gather(1, labels[part].unsqueeze(1)).squeeze(1)
+            if keep:
+                ctx.kept[start] = log_p
             if entropy is not None or squares is not None:
-                p = log_p.exp()
+                chunk_entropy, chunk_squares = sums(log_p, with_entropy, with_sum_pi_squared, in_place=not keep)
                 if entropy is not None:
-                    entropy[part] = -log_p.mul_(p).sum(-1)
+                    entropy[part] = chunk_entropy
                 if squares is not None:
-                    squares[part] = p.mul_(p).sum(-1)
+                    squares[part] = chunk_squares
         ctx.save_for_backward(hidden, weight, bias, labels, inv_temperature, entropy)
-        ctx.chunk, ctx.kernel = chunk, kernel
+        ctx.chunk, ctx.kernel, ctx.compiled = chunk, kernel, compiled
         ctx.set_materialize_grads(False)
         if squares is not None:
             ctx.mark_non_differentiable(squares)
@@ -101,7 +110,7 @@ class _LinearLogProb(torch.autograd.Function):
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None) -> tuple[Any, ...]:
         hidden, weight, bias, labels, inv_temperature, entropy = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 9
+            return (None,) * 11
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         # Sums over chunks are kept in fp32: in bf16 every further chunk would lose its last bits.
@@ -116,8 +125,11 @@ class _LinearLogProb(torch.autograd.Function):
                 logits = _logits(hidden[part], weight, bias, inv_t)
                 grad_logits = cross_entropy_kernel.grad_logits(ctx.kernel, logits, labels[part], grad_l)
             else:
-                grad_logits = _grad_logits(
-                    _log_softmax(hidden[part], weight, bias, inv_t),
+                log_p = ctx.kept.pop(start, None)
+                if log_p is None:
+                    log_p = _log_softmax(hidden[part], weight, bias, inv_t)
+                grad_logits = _maybe_compiled(_grad_logits, ctx.compiled)(
+                    log_p,
                     labels[part],
                     grad_l,
                     None if grad_entropy is None else grad_entropy[part],
@@ -139,8 +151,22 @@ class _LinearLogProb(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None,) * 6,
+            *(None,) * 8,
         )
+
+
+@functools.cache
+def _maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True) if compiled else function
+
+
+def _distribution_sums(
+    log_p: Tensor, with_entropy: bool, with_squares: bool, *, in_place: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Entropies and sums of squared probabilities [chunk] of log_p [chunk, V], whose memory it may take."""
+    p = log_p.exp()
+    entropy = -(log_p.mul_(p) if in_place else log_p * p).sum(-1) if with_entropy else None
+    return entropy, p.mul_(p).sum(-1) if with_squares else None
 
 
 def _grad_logits(
@@ -174,6 +200,8 @@ def linear_log_probs(
     with_sum_pi_squared: bool = False,
     chunk: int | None = None,
     fused: bool = False,
+    recompute: bool = True,
+    compiled: bool = False,
 ) -> TokenStats:
     """log softmax(hidden W^T / T) at the labels, and what else is asked of that distribution.
 
@@ -188,6 +216,9 @@ def linear_log_probs(
         chunk: rows of logits at a time; None: by memory (`chunk_rows`).
         fused: let flash-attn's kernel make the log-probs where they are on a GPU, the package is there and nothing else
             is asked for (see `cross_entropy_kernel`).
+        recompute: compute logits again in the backward; False: keep the log-softmax of all rows until then, which saves
+            a matrix product and costs fp32 [N, V].
+        compiled: let torch.compile fuse what is done to the log-softmax.
 
     Returns:
         Log-probs and entropies are differentiable in hidden, weight and bias.
@@ -211,5 +242,8 @@ def linear_log_probs(
             with_sum_pi_squared,
             rows,
             kernel,
+            # Inside of the function the grad mode is off, whatever it is here.
+            not recompute and torch.is_grad_enabled(),
+            compiled,
         )
     )

@@ -89,18 +89,23 @@ class PolicyModel(PackedModel):
     Args:
         causal_lm: a transformers causal LM that uses `packed_attention`.
         chunk_limit: most rows of logits to hold at once.
-        fused: let a GPU kernel make the log-probs where there is one (`linear_log_probs`).
+        chunked: False: hold them all, whatever the limit.
+        options: `fused`, `recompute`, `compiled` of `linear_log_probs`.
     """
 
-    def __init__(self, causal_lm: Any, chunk_limit: int | None = None, fused: bool = False) -> None:
+    def __init__(
+        self, causal_lm: Any, chunk_limit: int | None = None, *, chunked: bool = True, **options: bool
+    ) -> None:
         super().__init__(causal_lm)
         self.chunk_limit = chunk_limit
-        self.fused = fused
+        self.chunked = chunked
+        self.options = options
 
     def forward(self, inputs: ModelInputs, with_entropy: bool = False, with_sum_pi_squared: bool = False) -> TokenStats:
         """Log-probs of the labels, with entropies and sums of squared probabilities when asked for."""
         hidden = self.hidden_states(inputs)
         head = self.hf_model.get_output_embeddings()
+        vocab, rows = head.weight.shape[0], hidden.shape[0]
         return linear_log_probs(
             hidden,
             head.weight,
@@ -109,8 +114,8 @@ class PolicyModel(PackedModel):
             temperature=inputs.temperature,
             with_entropy=with_entropy,
             with_sum_pi_squared=with_sum_pi_squared,
-            chunk=chunk_rows(head.weight.shape[0], hidden.device, self.chunk_limit),
-            fused=self.fused,
+            chunk=chunk_rows(vocab, hidden.device, self.chunk_limit) if self.chunked else max(1, rows),
+            **self.options,
         )
 
 
