@@ -59,7 +59,9 @@ def _sequence(key: str, engine: Any, role: Any, packs: bool, ranks: int) -> list
         fitting = max((n for n in range(1, ranks + 1) if ranks % n == 0 and n <= size), default=1)
         return [f"{name}={size} does not divide the {ranks} ranks of the run.\n    try:    {name}={fitting}"]
     if size > 1 and not packs:
-        role_name, model = ("critic", "critic.model") if key == "critic.fsdp" else ("actor/ref", "actor_rollout_ref.model")
+        role_name, model = (
+            ("critic", "critic.model") if key == "critic.fsdp" else ("actor/ref", "actor_rollout_ref.model")
+        )
         return [
             f"{name}={size}: When using sequence parallelism for {role_name}, you must enable `use_remove_padding`: "
             f"packed rows are what is split.\n    try:    {model}.use_remove_padding=true"
@@ -71,4 +73,6 @@ def _shards(key: str, size: int, ranks: int) -> list[str]:
     if size == -1 or size >= ranks or (size > 0 and ranks % size == 0):
         return []
     fitting = max((n for n in range(1, ranks + 1) if ranks % n == 0 and n <= size), default=-1)
-    return [f"{key}.fsdp_size={size} does not divide the {ranks} ranks of the run.\n    try:    {key}.fsdp_size={fitting}"]
+    return [
+        f"{key}.fsdp_size={size} does not divide the {ranks} ranks of the run.\n    try:    {key}.fsdp_size={fitting}"
+    ]

@@ -115,14 +115,16 @@ def train(path, out, *, seeds, critic=False, load=None, save_to=None, **engine_o
 
 
 def run_case(path, case, steps=3):
-    """Outputs and gradient of the first mini-batch, parameters after `steps` of SGD and of AdamW; same rollouts always."""
+    """Outputs and gradient of the first mini-batch, parameters after `steps` of SGD and of AdamW; always one data."""
     critic = case["critic"]
     loss_fn = loss_of(critic, {} if critic else {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01})
     result = {}
     for optimizer, lr in (("SGD", 0.05), ("AdamW", ADAMW_LR)):
         engine = build(path, optimizer=optimizer, lr=lr, **parallel_cases.engine_options(case))
         for seed in range(steps):
-            data = tu.assign_non_tensor_whole(with_values(make_batch(8, seed), seed), parallel_cases.batch_options(case))
+            data = tu.assign_non_tensor_whole(
+                with_values(make_batch(8, seed), seed), parallel_cases.batch_options(case)
+            )
             with engine.train_mode():
                 outputs = engine.forward_backward_batch(local_rows(data, engine), loss_fn)
                 if not result:
@@ -135,7 +137,7 @@ def run_case(path, case, steps=3):
 
 
 def tables(path, out, *, cases):
-    """`run_case` of the cases of each world size, one group of the first ranks after the other: starting is what costs."""
+    """`run_case` of the cases of each world size, in groups of the first ranks, one after the other: starting costs."""
     results = {}
     for world in cases:
         if (rank := int(os.environ["RANK"])) < int(world):

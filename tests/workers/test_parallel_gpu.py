@@ -24,7 +24,10 @@ OFFLOADS = {
 
 @pytest.fixture(scope="module")
 def plain(tiny_model, single_process_group):
-    return {False: rank_jobs.run_case(tiny_model, PLAIN), True: rank_jobs.run_case(tiny_model, PLAIN | {"critic": True})}
+    return {
+        False: rank_jobs.run_case(tiny_model, PLAIN),
+        True: rank_jobs.run_case(tiny_model, PLAIN | {"critic": True}),
+    }
 
 
 def _devices(engine: FSDPEngine) -> tuple[set[str], set[str]]:

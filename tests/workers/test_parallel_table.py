@@ -1,4 +1,4 @@
-"""The acceptance table: however ranks, rows and tokens are cut, the same rollouts give the same gradient and weights."""
+"""The acceptance table: however ranks, rows and tokens are cut, the same rollouts give the same gradient, weights."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -123,7 +122,9 @@ class FSDPEngine(BaseEngine):
         manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        self.module = build_module(self.load_model, self.model_config, self.engine_config, self.ranks.shards, self.device)
+        self.module = build_module(
+            self.load_model, self.model_config, self.engine_config, self.ranks.shards, self.device
+        )
         self.module.eval()
         if not self.engine_config.forward_only:
             self.optimizer = build_optimizer(self.module.parameters(), self.optimizer_config)

@@ -35,8 +35,8 @@ class ModelInputs:
         lengths: int64 [rows], predictions of each row; they add up to N.
         temperature: one number, or fp32 [N].
         sequence: how the predictions of several ranks come together, where this is the part of one of them
-            (`ulysses.split_sequence`): ids, positions, predictions, labels and temperatures are then this rank's, layout
-            and lengths those of all.
+            (`ulysses.split_sequence`): ids, positions, predictions, labels and temperatures are then this rank's,
+            layout and lengths those of all.
     """
 
     input_ids: Tensor

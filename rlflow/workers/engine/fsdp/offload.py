@@ -1,9 +1,9 @@
 """State that waits in host memory while another role uses the device.
 
-    param_offload        weights and gradients go to the CPU at the end of a mode and come back at the start of the next
-    optimizer_offload    optimizer state the same, for `train` only
-    grad_offload         says no more than param_offload: gradients live with their parameters
-    offload_policy       fully_shard's own: shards are in host memory always (see sharding.py), so nothing is moved here
+param_offload        weights and gradients go to the CPU at the end of a mode and come back at the start of the next
+optimizer_offload    optimizer state the same, for `train` only
+grad_offload         says no more than param_offload: gradients live with their parameters
+offload_policy       fully_shard's own: shards are in host memory always (see sharding.py), so nothing is moved here
 """
 
 from __future__ import annotations

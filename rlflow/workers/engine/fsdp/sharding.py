@@ -102,8 +102,8 @@ def shard_targets(hf_model: Any, wrap_policy: Any = None) -> list[nn.Module]:
         raise ConfigError(f"fsdp_config.wrap_policy has {unknown}; it knows {', '.join(_WRAP_KEYS)}")
     if policy.get("min_num_params"):
         raise ConfigError(
-            f"fsdp_config.wrap_policy.min_num_params={policy['min_num_params']}: wrapping by size is FSDP1's; layers are "
-            "wrapped by class here. Set it to 0, or name classes in wrap_policy.transformer_layer_cls_to_wrap."
+            f"fsdp_config.wrap_policy.min_num_params={policy['min_num_params']}: wrapping by size is FSDP1's; layers "
+            "are wrapped by class here. Set it to 0, or name classes in wrap_policy.transformer_layer_cls_to_wrap."
         )
     if policy.get("disable"):
         return []
