@@ -39,7 +39,8 @@ def check_lengths(c: TypedConfig, problems: list[str], notices: list[str]) -> No
             shared = f" x {sp} ranks that share a row" if sp > 1 else ""
             problems.append(
                 f"{key}={budget}{shared} is less than one sequence may have: prompt {c.rollout.prompt_length} + "
-                f"response {c.rollout.response_length} = {longest} tokens.\n    try:    {key}={-(-longest // max(1, sp))}"
+                f"response {c.rollout.response_length} = {longest} tokens.\n"
+                f"    try:    {key}={-(-longest // max(1, sp))}"
             )
     if c.rollout.max_model_len is not None and c.rollout.max_model_len < longest:
         problems.append(

@@ -42,14 +42,21 @@ def single_process_group():
 
 
 @pytest.fixture
-def run_ranks(tmp_path):
+def run_ranks(start_ranks):
     """run_ranks(world, job, path=..., **kwargs) -> what rank 0 of a job in rank_jobs.py saved."""
+    return start_ranks
+
+
+@pytest.fixture(scope="session")
+def start_ranks(tmp_path_factory):
+    """`run_ranks` for fixtures of a wider scope."""
+    folder = tmp_path_factory.mktemp("ranks")
 
     def run(world: int, job: str, device: str = "cpu", **kwargs):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        out = tmp_path / f"{job}_{world}_{port}.pt"
+        out = folder / f"{job}_{world}_{port}.pt"
         script = Path(__file__).parent / "rank_jobs.py"
         processes = []
         for rank in range(world):

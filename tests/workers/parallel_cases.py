@@ -29,6 +29,7 @@ FACTORS: dict[str, tuple] = {
     "forward_prefetch": (False, True),
     "entropy_checkpointing": (True, False),
     "offload": (False, True),
+    "wrap": ("layers", "whole"),
 }
 # The run that all others are compared with: one process, one micro-batch, nothing computed twice.
 PLAIN = {name: values[0] for name, values in FACTORS.items()} | {"layout": "packed"}
@@ -75,9 +76,19 @@ def _complete(case: dict, world: int, open_pairs: set, rng: random.Random) -> tu
     return len(set(pairs_of(case)) & open_pairs), case
 
 
+def savers(cases: list[dict]) -> list[int]:
+    """Places of policies of different meshes, which save checkpoints."""
+    meshes: dict[tuple, int] = {}
+    for i, case in enumerate(cases):
+        if not case["critic"]:
+            meshes.setdefault((case["ulysses_sequence_parallel_size"] > 1, case["fsdp_size"]), i)
+    return sorted(meshes.values())[:3]
+
+
 def engine_options(case: dict) -> dict:
     """Arguments of `rank_jobs.build`."""
-    options = {name: value for name, value in case.items() if name not in ("layout", "batches", "offload")}
+    options = {name: value for name, value in case.items() if name not in ("layout", "batches", "offload", "wrap")}
+    options["wrap_policy"] = {"disable": case["wrap"] == "whole"}
     if case["offload"]:  # on a CPU there is nothing to move; the modes must not mind
         options |= {"param_offload": True, "optimizer_offload": True}
     return options

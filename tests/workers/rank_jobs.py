@@ -114,10 +114,16 @@ def train(path, out, *, seeds, critic=False, load=None, save_to=None, **engine_o
     save(out, {"params": full_params(engine), "lr": lr if seeds else None, "noise": torch.rand(4)})
 
 
-def run_case(path, case, steps=3):
+def table_loss(case):
+    return loss_of(
+        case["critic"], {} if case["critic"] else {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}
+    )
+
+
+def run_case(path, case, steps=3, saved=None):
     """Outputs and gradient of the first mini-batch, parameters after `steps` of SGD and of AdamW; always one data."""
     critic = case["critic"]
-    loss_fn = loss_of(critic, {} if critic else {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01})
+    loss_fn = table_loss(case)
     result = {}
     for optimizer, lr in (("SGD", 0.05), ("AdamW", ADAMW_LR)):
         engine = build(path, optimizer=optimizer, lr=lr, **parallel_cases.engine_options(case))
@@ -133,17 +139,42 @@ def run_case(path, case, steps=3):
                     result["loss"] = sum(collected(engine, [sum(outputs["loss"])])) / engine.get_data_parallel_size()
                 engine.optimizer_step()
         result[optimizer] = full_params(engine)
+    if saved is not None:
+        result |= save_and_go_on(engine, loss_fn, case, *saved)
     return result
 
 
-def tables(path, out, *, cases):
+def step_on(engine, loss_fn, case, seed=3):
+    """Parameters after one more step."""
+    data = tu.assign_non_tensor_whole(with_values(make_batch(8, seed), seed), parallel_cases.batch_options(case))
+    with engine.train_mode():
+        engine.train_batch(local_rows(data, engine), loss_fn)
+    return full_params(engine)
+
+
+def save_and_go_on(engine, loss_fn, case, save_to, load=None):
+    """Save here, go on by a step; then load what another sharding saved."""
+    engine.save_checkpoint(save_to)
+    result = {"next": step_on(engine, loss_fn, case)}
+    if load:
+        engine.load_checkpoint(load)
+        result["loaded"] = full_params(engine)
+    return result
+
+
+def tables(path, out, *, cases, folder=None):
     """`run_case` of the cases of each world size, in groups of the first ranks, one after the other: starting costs."""
     results = {}
     for world in cases:
         if (rank := int(os.environ["RANK"])) < int(world):
             store = f"file://{out}.{world}"
             dist.init_process_group(get_nccl_backend(), init_method=store, rank=rank, world_size=int(world))
-            results[int(world)] = [run_case(path, case) for case in cases[world]]
+            savers = parallel_cases.savers(cases[world]) if folder else []
+            # Where each of them saves, and what the one before it saved.
+            saved = {
+                i: [f"{folder}/{world}_{n}" for n in savers[max(0, k - 1) : k + 1]][::-1] for k, i in enumerate(savers)
+            }
+            results[int(world)] = [run_case(path, case, saved=saved.get(i)) for i, case in enumerate(cases[world])]
             dist.destroy_process_group()
     if rank == 0:
         torch.save(results, out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import parallel_cases
 import pytest
 import rank_jobs
@@ -17,17 +19,48 @@ def plain(tiny_model, single_process_group):
     return {c: rank_jobs.run_case(tiny_model, parallel_cases.PLAIN | {"critic": c}) for c in (False, True)}
 
 
-def test_no_combination_changes_the_numbers(tiny_model, run_ranks, plain):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the first cases of a table save their checkpoints."""
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def tables(tiny_model, start_ranks, folder, plain):
+    """World size -> (case, result) of every combination."""
     cases = {world: parallel_cases.pairwise(world) for world in WORLDS}
-    results = run_ranks(max(WORLDS), "tables", path=tiny_model, cases={w: cases[w] for w in WORLDS if w > 1})
+    several = {world: cases[world] for world in WORLDS if world > 1}
+    results = start_ranks(max(WORLDS), "tables", path=tiny_model, cases=several, folder=str(folder))
     results[1] = [rank_jobs.run_case(tiny_model, case) for case in cases[1]]
-    wrong = [
-        f"{world} ranks, {case}: {problem}"
-        for world in WORLDS
-        for case, result in zip(cases[world], results[world], strict=True)
-        for problem in differences(case, result, plain)
-    ]
+    return {world: list(zip(cases[world], results[world], strict=True)) for world in WORLDS}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_no_combination_changes_the_numbers(tables, plain, world):
+    wrong = [f"{case}: {problem}" for case, result in tables[world] for problem in differences(case, result, plain)]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_checkpoints_of_any_mesh_go_on_in_one_process(tables, folder, tiny_model, world):
+    """Sequences over several ranks, replicated groups, plain shards."""
+    cases = [case for case, _ in tables[world]]
+    for i in parallel_cases.savers(cases):
+        load = str(folder / f"{world}_{i}")
+        engine = rank_jobs.build(tiny_model, optimizer="AdamW", lr=rank_jobs.ADAMW_LR, load=load)
+        for name, value in rank_jobs.full_params(engine).items():
+            assert torch.equal(value, tables[world][i][1]["AdamW"][name]), (cases[i], name)
+        after = rank_jobs.step_on(engine, rank_jobs.table_loss(cases[i]), parallel_cases.PLAIN)
+        assert _relative(after, tables[world][i][1]["next"]) < 1e-5, cases[i]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_mesh_loads_what_another_one_saved(tables, world):
+    savers = parallel_cases.savers([case for case, _ in tables[world]])
+    assert len(savers) > 1
+    for before, i in itertools.pairwise(savers):
+        for name, value in tables[world][before][1]["AdamW"].items():
+            assert torch.equal(tables[world][i][1]["loaded"][name], value), name
 
 
 def differences(case, result, plain):
