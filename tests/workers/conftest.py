@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -58,28 +60,23 @@ def start_ranks(tmp_path_factory):
             port = s.getsockname()[1]
         out = folder / f"{job}_{world}_{port}.pt"
         script = Path(__file__).parent / "rank_jobs.py"
-        processes = []
-        for rank in range(world):
-            env = os.environ | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "RLFLOW_DEVICE": device,
-            }
-            command = [sys.executable, str(script), job, str(out), json.dumps(kwargs)]
-            log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            processes.append(subprocess.Popen(command, env=env, **log))
-        logs = []
+        env = os.environ | {
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "RLFLOW_DEVICE": device,
+        }
+        command = [sys.executable, str(script), job, str(out), json.dumps(kwargs)]
+        log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        # A group of its own, so that the ranks it forks end with it.
+        process = subprocess.Popen(command, env=env, start_new_session=True, **log)
         try:
-            for process in processes:
-                logs.append(process.communicate(timeout=180)[0])
+            text = process.communicate(timeout=240)[0]
         finally:
-            for process in processes:
-                process.kill()
-        assert all(p.returncode == 0 for p in processes), "\n".join(log[-3000:] for log in logs)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        assert process.returncode == 0, text[-6000:]
         return torch.load(out, weights_only=True)
 
     return run

@@ -1,9 +1,11 @@
-"""Work that tests run in several processes: `python rank_jobs.py JOB OUT JSON`, with torchrun's environment."""
+"""Work that tests run in several processes: `python rank_jobs.py JOB OUT JSON`, with WORLD_SIZE and MASTER_*."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import sys
 from functools import partial
@@ -185,12 +187,29 @@ def save(out, result):
         torch.save(result, out)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    job, out, kwargs = sys.argv[1:4]
-    os.environ.setdefault("RLFLOW_DEVICE", "cpu")
+def run_rank(rank, job, out, kwargs):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     if os.environ["RLFLOW_DEVICE"] == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(rank)
     globals()[job](out=out, **json.loads(kwargs))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.environ.setdefault("RLFLOW_DEVICE", "cpu")
+    # Imports are most of a rank's life here: they are done once, before the ranks part. No thread runs yet.
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(r, *sys.argv[1:4])) for r in range(int(os.environ["WORLD_SIZE"]))]
+    for process in ranks:
+        process.start()
+    pending = {process.sentinel: process for process in ranks}
+    while pending:
+        for sentinel in multiprocessing.connection.wait(pending):
+            process = pending.pop(sentinel)
+            process.join()  # the sentinel is ready a moment before the exit code is
+            if process.exitcode != 0:
+                for other in pending.values():  # they wait for it in a collective
+                    other.kill()
+                sys.exit(f"a rank of {sys.argv[1]} ended with {process.exitcode} (negative: by that signal)")

@@ -119,7 +119,7 @@ class _GatherPredictions(torch.autograd.Function):
         padded[: len(values)] = values
         everything = values.new_empty(size * part.width)
         if part.width:
-            dist.all_gather_into_tensor(everything, padded, group=part.group)
+            dist.all_gather(list(everything.chunk(size)), padded, group=part.group)
         return everything.index_select(0, part.slots)
 
     @staticmethod
