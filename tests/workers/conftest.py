@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -69,13 +67,11 @@ def start_ranks(tmp_path_factory):
         }
         command = [sys.executable, str(script), job, str(out), json.dumps(kwargs)]
         log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        # A group of its own, so that the ranks it forks end with it.
-        process = subprocess.Popen(command, env=env, start_new_session=True, **log)
+        process = subprocess.Popen(command, env=env, **log)
         try:
             text = process.communicate(timeout=240)[0]
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # its ranks end with it
         assert process.returncode == 0, text[-6000:]
         return torch.load(out, weights_only=True)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -187,7 +189,13 @@ def save(out, result):
         torch.save(result, out)
 
 
+def end_with_parent():
+    """Be killed when the process that started this one is gone, however it ended."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
 def run_rank(rank, job, out, kwargs):
+    end_with_parent()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     if os.environ["RLFLOW_DEVICE"] == "cuda":
         torch.cuda.set_device(rank)
@@ -197,6 +205,7 @@ def run_rank(rank, job, out, kwargs):
 
 
 if __name__ == "__main__":
+    end_with_parent()
     torch.set_num_threads(1)
     os.environ.setdefault("RLFLOW_DEVICE", "cpu")
     # Imports are most of a rank's life here: they are done once, before the ranks part. No thread runs yet.
