@@ -6,6 +6,9 @@ import itertools
 import random
 from collections.abc import Iterator
 
+from tensordict import TensorDict
+from tiny import make_batch, with_values
+
 # Settings of one run by factor. `layout` and `batches` are options of the batch, the others of the engine.
 LAYOUTS = {
     "shared": {"share_prompts": True},
@@ -14,7 +17,8 @@ LAYOUTS = {
 }
 BATCHES = {
     "whole": {},
-    "dynamic": {"max_token_len_per_gpu": 45},
+    # A budget that the ranks of a sequence share; with it some ranks run an empty micro-batch.
+    "dynamic": {"max_token_len_per_gpu": 24},
     "static": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
 }
 FACTORS: dict[str, tuple] = {
@@ -95,4 +99,12 @@ def engine_options(case: dict) -> dict:
 
 
 def batch_options(case: dict) -> dict:
-    return {"calculate_entropy": True} | LAYOUTS[case["layout"]] | BATCHES[case["batches"]]
+    options = {"calculate_entropy": True} | LAYOUTS[case["layout"]] | BATCHES[case["batches"]]
+    if "max_token_len_per_gpu" in options:
+        options["max_token_len_per_gpu"] //= case["ulysses_sequence_parallel_size"]
+    return options
+
+
+def rollouts(seed: int) -> TensorDict:
+    """The recorded rollouts of a step: two prompts, four responses each."""
+    return with_values(make_batch(8, seed, group=4), seed)

@@ -132,9 +132,7 @@ def run_case(path, case, steps=3, saved=None):
     for optimizer, lr in (("SGD", 0.05), ("AdamW", ADAMW_LR)):
         engine = build(path, optimizer=optimizer, lr=lr, **parallel_cases.engine_options(case))
         for seed in range(steps):
-            data = tu.assign_non_tensor_whole(
-                with_values(make_batch(8, seed), seed), parallel_cases.batch_options(case)
-            )
+            data = tu.assign_non_tensor_whole(parallel_cases.rollouts(seed), parallel_cases.batch_options(case))
             with engine.train_mode():
                 outputs = engine.forward_backward_batch(local_rows(data, engine), loss_fn)
                 if not result:
@@ -150,7 +148,7 @@ def run_case(path, case, steps=3, saved=None):
 
 def step_on(engine, loss_fn, case, seed=3):
     """Parameters after one more step."""
-    data = tu.assign_non_tensor_whole(with_values(make_batch(8, seed), seed), parallel_cases.batch_options(case))
+    data = tu.assign_non_tensor_whole(parallel_cases.rollouts(seed), parallel_cases.batch_options(case))
     with engine.train_mode():
         engine.train_batch(local_rows(data, engine), loss_fn)
     return full_params(engine)

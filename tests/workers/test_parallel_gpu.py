@@ -5,7 +5,6 @@ from __future__ import annotations
 import parallel_cases
 import pytest
 import rank_jobs
-import tiny
 import torch
 from test_gradients import _relative
 from test_parallel_table import differences
@@ -43,7 +42,7 @@ def test_state_waits_in_host_memory_and_nothing_changes(tiny_model, plain, way):
     engine = rank_jobs.build(tiny_model, optimizer="AdamW", lr=rank_jobs.ADAMW_LR, **options)
     loss = rank_jobs.loss_of(False, {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01})
     for seed in range(3):
-        data = rank_jobs.with_values(tiny.make_batch(8, seed), seed)
+        data = parallel_cases.rollouts(seed)
         data = rank_jobs.tu.assign_non_tensor_whole(data, parallel_cases.batch_options(PLAIN))
         with engine.train_mode():
             engine.train_batch(data, loss)
@@ -55,7 +54,7 @@ def test_state_waits_in_host_memory_and_nothing_changes(tiny_model, plain, way):
 
 def test_bf16_on_a_gpu_is_close(tiny_model, plain):
     engine = rank_jobs.build(tiny_model, dtype="bfloat16")
-    out = engine.infer_batch(tiny.make_batch(8))["model_output"]["log_probs"]
+    out = engine.infer_batch(parallel_cases.rollouts(0))["model_output"]["log_probs"]
     exact = torch.cat([row for row in plain[False]["outputs"]])
     assert float((out.values() - exact).abs().mean()) < 0.2
 
