@@ -14,26 +14,33 @@ ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor
 def check_lengths(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
     """One sequence must fit into every token budget and into the rollout engine."""
     longest = c.rollout.prompt_length + c.rollout.response_length
-    budgets: dict[str, tuple[bool, int]] = {
-        f"{ACTOR}.ppo_max_token_len_per_gpu": (c.actor.use_dynamic_bsz, c.actor.ppo_max_token_len_per_gpu),
+    actor_sp = c.actor.fsdp_config.ulysses_sequence_parallel_size
+    # key -> (is a budget at all, tokens a rank, ranks that share a row)
+    budgets: dict[str, tuple[bool, int, int]] = {
+        f"{ACTOR}.ppo_max_token_len_per_gpu": (c.actor.use_dynamic_bsz, c.actor.ppo_max_token_len_per_gpu, actor_sp),
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu": (
             c.rollout.log_prob_use_dynamic_bsz,
             c.rollout.log_prob_max_token_len_per_gpu,
+            actor_sp,
         ),
     }
     if c.needs_ref:
         budgets[f"{REF}.log_prob_max_token_len_per_gpu"] = (
             c.ref.log_prob_use_dynamic_bsz,
             c.ref.log_prob_max_token_len_per_gpu,
+            c.ref.fsdp_config.ulysses_sequence_parallel_size,
         )
     if c.needs_critic:
+        critic_sp = c.critic.fsdp.ulysses_sequence_parallel_size
         for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
-            budgets[f"critic.{name}"] = (c.critic.use_dynamic_bsz, c.critic[name])
-    for key, (dynamic, budget) in budgets.items():
-        if dynamic and budget < longest:
+            budgets[f"critic.{name}"] = (c.critic.use_dynamic_bsz, c.critic[name], critic_sp)
+    for key, (dynamic, budget, sp) in budgets.items():
+        if dynamic and budget * sp < longest:
+            shared = f" x {sp} ranks that share a row" if sp > 1 else ""
             problems.append(
-                f"{key}={budget} is less than one sequence may have: prompt {c.rollout.prompt_length} + response "
-                f"{c.rollout.response_length} = {longest} tokens.\n    try:    {key}={longest}"
+                f"{key}={budget}{shared} is less than one sequence may have: prompt {c.rollout.prompt_length} + "
+                f"response {c.rollout.response_length} = {longest} tokens.\n"
+                f"    try:    {key}={-(-longest // max(1, sp))}"
             )
     if c.rollout.max_model_len is not None and c.rollout.max_model_len < longest:
         problems.append(
@@ -93,7 +100,8 @@ def _counts(c: TypedConfig, updated: dict[str, Any]) -> dict[str, int | None]:
 
 def _check_mini_batch(c: TypedConfig, node: str, config: Any) -> list[str]:
     """Mini-batches of the actor or the critic must divide the batch and split into whole micro-batches a rank."""
-    ranks = c.trainer.n_gpus_per_node * c.trainer.nnodes
+    engine = config.fsdp_config if node == ACTOR else config.fsdp
+    ranks = max(1, c.trainer.n_gpus_per_node * c.trainer.nnodes // max(1, engine.ulysses_sequence_parallel_size))
     prompts, n, mini = c.data.train_batch_size, c.rollout.n, config.ppo_mini_batch_size
     micro, dynamic = config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz
     unit = ranks if dynamic else ranks * (micro or 1)

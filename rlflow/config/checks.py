@@ -21,6 +21,7 @@ from rlflow.config.determinism_checks import check_determinism
 from rlflow.config.lora_checks import check_lora
 from rlflow.config.loss_checks import check_losses
 from rlflow.config.model import HFModelConfig
+from rlflow.config.parallel_checks import check_parallel
 from rlflow.config.problems import below, is_missing_folder, optimizer
 from rlflow.config.problems import choice as _choice
 from rlflow.config.reward import RewardConfig
@@ -69,7 +70,7 @@ def validate_config(config: Any, *further: Check) -> list[str]:
     typed = _typed_nodes(config, problems)
     if not problems:
         own: list[Check] = [_check_values, _check_names, _check_files, _check_sampling]
-        own += [check_algorithm, check_losses, check_critic, check_lora, check_lengths, check_batches]
+        own += [check_algorithm, check_losses, check_critic, check_lora, check_lengths, check_parallel, check_batches]
         own += [check_determinism]
         for check in (*own, *further):
             check(typed, problems, notices)

@@ -50,6 +50,7 @@ class CriticConfig(BaseConfig):
 class FSDPCriticConfig(CriticConfig):
     """A critic trained by the FSDP engine."""
 
+    ulysses_sequence_parallel_size: int = 1
     optim: FSDPOptimizerConfig = field(default_factory=lambda: FSDPOptimizerConfig(lr=1e-5))
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
 

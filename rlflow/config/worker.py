@@ -161,12 +161,30 @@ class EngineConfig(BaseConfig):
 
 @dataclass
 class FSDPEngineConfig(EngineConfig):
-    """Fully sharded data parallel. `mixed_precision` {param_dtype, reduce_dtype} overrides what `dtype` implies."""
+    """Fully sharded data parallel; what each option does: docs/training_engine.md.
+
+    `mixed_precision` {param_dtype, reduce_dtype, buffer_dtype} overrides what `dtype` implies.
+    """
 
     model_dtype: str | None = "fp32"
+    fsdp_size: int = -1
+    ulysses_sequence_parallel_size: int = 1
     reshard_after_forward: bool = True
+    forward_prefetch: bool = False
+    defer_fsdp_grad_sync: bool = True
+    wrap_policy: dict[str, Any] = field(
+        default_factory=lambda: {"disable": False, "transformer_layer_cls_to_wrap": None, "min_num_params": 0}
+    )
     mixed_precision: dict[str, Any] | None = None
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    grad_offload: bool = False
+    offload_policy: bool = False
+    entropy_from_logits_with_chunking: bool = True
     entropy_from_logits_chunk_size: int = 2048
+    entropy_checkpointing: bool = True
+    use_torch_compile: bool = False
+    share_prompts: bool | None = None
 
     def __post_init__(self) -> None:
         if self.strategy not in ("fsdp", "fsdp2"):
@@ -229,9 +247,13 @@ class ActorConfig(BaseConfig):
 
 @dataclass
 class FSDPActorConfig(ActorConfig):
-    """An actor trained by the FSDP engine."""
+    """An actor trained by the FSDP engine, whose own options say the same where they have the same name."""
 
+    ulysses_sequence_parallel_size: int = 1
+    entropy_from_logits_with_chunking: bool = True
     entropy_from_logits_chunk_size: int = 2048
+    entropy_checkpointing: bool = True
+    use_torch_compile: bool = False
     optim: FSDPOptimizerConfig = field(default_factory=lambda: FSDPOptimizerConfig(lr=1e-6))
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
 
@@ -245,7 +267,10 @@ class RefConfig(BaseConfig):
     log_prob_micro_batch_size_per_gpu: int | None = None
     log_prob_use_dynamic_bsz: bool = False
     log_prob_max_token_len_per_gpu: int = 16384
+    ulysses_sequence_parallel_size: int = 1
+    entropy_from_logits_with_chunking: bool = True
     entropy_from_logits_chunk_size: int = 2048
+    use_torch_compile: bool = False
     fsdp_config: FSDPEngineConfig = field(default_factory=lambda: FSDPEngineConfig(forward_only=True))
 
 

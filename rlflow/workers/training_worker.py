@@ -2,7 +2,7 @@
 
 Invariants
     - Every method is called on all ranks of a group; its collectives meet.
-    - Options travel in the batch as objects for the whole batch and are read into typed records here.
+    - Options travel in the batch as objects for the whole batch and are read into typed records here (options.py).
     - Metrics are `Metric`s gathered over ranks once a call, so that every rank returns the same.
 """
 
@@ -27,58 +27,13 @@ from rlflow.utils.errors import ConfigError, ContractError
 from rlflow.utils.flops_counter import FlopsCounter, get_device_flops
 from rlflow.utils.metric import AggregationType, Metric
 from rlflow.workers.engine.base import BaseEngine, LossFunction
+from rlflow.workers.engine.options import CallOptions, UpdateOptions, read_names
 from rlflow.workers.engine.process import prepare_process
 from rlflow.workers.engine.registry import EngineRegistry
 from rlflow.workers.nonfinite.dump import DumpRequest, write_dump
 from rlflow.workers.nonfinite.guard import NonFiniteGuard
 
 Metrics = dict[str, Metric]
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdateOptions:
-    """How `train_mini_batch` goes over its rows; sizes count rows on all ranks together.
-
-    `nonfinite_dump_folder`: where the mini-batch of a gradient that is not finite is written (None: nowhere), with the
-    number of the event behind the name; `global_steps`: the step that it belongs to.
-    """
-
-    mini_batch_size: int | None = None
-    num_mini_batch: int | None = None
-    epochs: int = 1
-    seed: int = 42
-    dataloader_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    disable_auto_offload: bool = False
-    return_model_output: bool = False
-    nonfinite_dump_folder: str | None = None
-    global_steps: int | None = None
-
-    @classmethod
-    def pop_from(cls, data: TensorDict) -> UpdateOptions:
-        """Take the options out of a batch."""
-        found = {f.name: tu.pop(data, f.name) for f in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in found.items() if value is not None})
-
-    def rows_per_rank(self, rows: int, dp_size: int) -> int:
-        """Rows of a mini-batch on one rank that holds `rows`.
-
-        Raises:
-            ContractError: neither size is given, or it does not divide.
-        """
-        if self.mini_batch_size is not None:
-            size, rest = divmod(self.mini_batch_size, dp_size)
-            if rest or size < 1 or rows % size:
-                raise ContractError(
-                    f"mini_batch_size={self.mini_batch_size} rows over {dp_size} ranks does not divide {rows} rows a "
-                    "rank; ppo_mini_batch_size x rollout.n must be a multiple of the ranks and divide the batch"
-                )
-            return size
-        if self.num_mini_batch is None:
-            raise ContractError("train_mini_batch needs mini_batch_size or num_mini_batch")
-        size, rest = divmod(rows, self.num_mini_batch)
-        if rest or size < 1:
-            raise ContractError(f"{rows} rows a rank do not split into num_mini_batch={self.num_mini_batch}")
-        return size
 
 
 @dataclasses.dataclass
@@ -148,7 +103,7 @@ class TrainingWorker(Worker):
     def train_mini_batch(self, data: TensorDict) -> TensorDict | None:
         """Split the rows into mini-batches, one optimizer step each, `epochs` times; the schedule advances once.
 
-        Options in the batch: see `UpdateOptions` and `BatchOptions`.
+        Options in the batch: see `UpdateOptions`, `CallOptions` and `BatchOptions`.
 
         Returns:
             A batch whose `metrics` (name -> `Metric`) hold the loss function's metrics, `loss`, `grad_norm`, `lr`,
@@ -159,11 +114,8 @@ class TrainingWorker(Worker):
             ContractError: sizes that do not divide, or `return_model_output` with more than one optimizer step.
         """
         loss_fn = self._loss_fn()
-        data = data.copy()
-        options = UpdateOptions.pop_from(data)
-        update_lr = bool(tu.pop(data, "update_lr_scheduler", True))
-        # The engine counts rows that have tokens itself; the nominal number would include padding rows.
-        tu.pop(data, "global_batch_size")
+        data = read_names(data)
+        options, call = UpdateOptions.pop_from(data), CallOptions.pop_from(data)
         rows = options.rows_per_rank(data.batch_size[0], self.engine.get_data_parallel_size())
         seed = options.seed + self.engine.get_data_parallel_rank()
         one_step = rows == data.batch_size[0] and options.epochs == 1 and not options.dataloader_kwargs.get("shuffle")
@@ -176,13 +128,13 @@ class TrainingWorker(Worker):
         lengths: list[int] = []
         outputs: dict[str, Any] = {}
         started = time.perf_counter()
-        with self.engine.train_mode(disable_auto_offload=options.disable_auto_offload):
+        with self.engine.train_mode(disable_auto_offload=call.disable_auto_offload):
             for mini in tu.make_iterator(data, rows, options.epochs, seed, options.dataloader_kwargs):
                 step, outputs = self._train_step(mini, loss_fn, options)
                 steps.append(step)
                 lengths.extend(tu.nested_lengths(mini["input_ids"]).tolist())
         metrics = self._gather(steps, lengths, time.perf_counter() - started, forward_only=False)
-        if update_lr:
+        if call.update_lr_scheduler is not False:
             metrics["lr"] = Metric(AggregationType.LAST, self.engine.lr_scheduler_step())
         return self._output(metrics, outputs if options.return_model_output else {})
 
@@ -190,16 +142,14 @@ class TrainingWorker(Worker):
     def train_batch(self, data: TensorDict) -> TensorDict | None:
         """One optimizer step over all rows; the schedule advances only with `update_lr_scheduler`."""
         loss_fn = self._loss_fn()
-        data = data.copy()
-        options = UpdateOptions.pop_from(data)
-        update_lr = bool(tu.pop(data, "update_lr_scheduler", False))
-        tu.pop(data, "global_batch_size")
+        data = read_names(data)
+        options, call = UpdateOptions.pop_from(data), CallOptions.pop_from(data)
         started = time.perf_counter()
-        with self.engine.train_mode(disable_auto_offload=options.disable_auto_offload):
+        with self.engine.train_mode(disable_auto_offload=call.disable_auto_offload):
             step, _ = self._train_step(data, loss_fn, options)
         lengths = tu.nested_lengths(data["input_ids"]).tolist()
         metrics = self._gather([step], lengths, time.perf_counter() - started, forward_only=False)
-        if update_lr:
+        if call.update_lr_scheduler:
             metrics["lr"] = Metric(AggregationType.LAST, self.engine.lr_scheduler_step())
         return self._output(metrics)
 
@@ -213,12 +163,12 @@ class TrainingWorker(Worker):
         Returns:
             The model's outputs, jagged rows on the CPU, and `metrics`.
         """
-        data = data.copy()
-        offload = bool(tu.pop(data, "disable_auto_offload", False))
-        loss_fn = self.loss_fn if tu.pop(data, "compute_loss", self.loss_fn is not None) else None
-        adapter = self.engine.disable_adapter() if tu.pop(data, "no_lora_adapter", False) else nullcontext()
+        data = read_names(data)
+        call = CallOptions.pop_from(data)
+        loss_fn = None if call.compute_loss is False else self.loss_fn
+        adapter = self.engine.disable_adapter() if call.no_lora_adapter else nullcontext()
         started = time.perf_counter()
-        with self.engine.eval_mode(disable_auto_offload=offload), adapter:
+        with self.engine.eval_mode(disable_auto_offload=call.disable_auto_offload), adapter:
             outputs = self.engine.infer_batch(data, loss_fn)
         steps = [_Step(outputs["metrics"], sum(outputs["loss"]))] if loss_fn is not None else []
         lengths = tu.nested_lengths(data["input_ids"]).tolist()

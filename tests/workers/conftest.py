@@ -43,37 +43,37 @@ def single_process_group():
 
 
 @pytest.fixture
-def run_ranks(tmp_path):
+def run_ranks(start_ranks):
     """run_ranks(world, job, path=..., **kwargs) -> what rank 0 of a job in rank_jobs.py saved."""
+    return start_ranks
 
-    def run(world: int, job: str, **kwargs):
+
+@pytest.fixture(scope="session")
+def start_ranks(tmp_path_factory):
+    """`run_ranks` for fixtures of a wider scope."""
+    folder = tmp_path_factory.mktemp("ranks")
+
+    def run(world: int, job: str, device: str = "cpu", **kwargs):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        out = tmp_path / f"{job}_{world}_{port}.pt"
+        out = folder / f"{job}_{world}_{port}.pt"
         script = Path(__file__).parent / "rank_jobs.py"
-        processes = []
-        for rank in range(world):
-            env = os.environ | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "RLFLOW_DEVICE": "cpu",
-            }
-            command = [sys.executable, str(script), job, str(out), json.dumps(kwargs)]
-            log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            processes.append(subprocess.Popen(command, env=env, **log))
-        logs = []
+        env = os.environ | {
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "RLFLOW_DEVICE": device,
+        }
+        command = [sys.executable, str(script), job, str(out), json.dumps(kwargs)]
+        log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, env=env, **log)
         try:
-            for process in processes:
-                logs.append(process.communicate(timeout=180)[0])
+            text = process.communicate(timeout=240)[0]
         finally:
-            for process in processes:
-                process.kill()
-        assert all(p.returncode == 0 for p in processes), "\n".join(log[-3000:] for log in logs)
+            process.kill()  # its ranks end with it
+        assert process.returncode == 0, text[-6000:]
         return torch.load(out, weights_only=True)
 
     return run

@@ -1,10 +1,14 @@
-"""Work that tests run in several processes: `python rank_jobs.py JOB OUT JSON`, with torchrun's environment."""
+"""Work that tests run in several processes: `python rank_jobs.py JOB OUT JSON`, with WORLD_SIZE and MASTER_*."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 sys.path[:0] = [str(Path(__file__).parents[depth]) for depth in (0, 1, 2)]
 
+import parallel_cases  # noqa: E402
 from tiny import configs, make_batch, with_values  # noqa: E402
 
 from rlflow.checkpoint.shards import ShardReader  # noqa: E402
@@ -24,16 +29,18 @@ from rlflow.config import (  # noqa: E402
     CheckpointConfig,
     FSDPActorConfig,
     FSDPCriticConfig,
-    FSDPEngineConfig,
     TrainingWorkerConfig,
 )
 from rlflow.utils import tensordict_utils as tu  # noqa: E402
+from rlflow.utils.device import get_nccl_backend  # noqa: E402
 from rlflow.workers.engine.batching import count_loss_tokens  # noqa: E402
 from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead, FSDPEngineWithValueHead  # noqa: E402
 from rlflow.workers.engine.fsdp.optim import clip_grad_norm  # noqa: E402
 from rlflow.workers.engine.fsdp.shards import local_part, read_into, shard_files  # noqa: E402
 from rlflow.workers.losses import ppo_loss, value_loss  # noqa: E402
 from rlflow.workers.training_worker import TrainingWorker  # noqa: E402
+
+ADAMW_LR = 1e-3
 
 
 def build(
@@ -44,15 +51,9 @@ def build(
     contents=("model", "optimizer", "extra"),
     async_save=False,
     lora_only=False,
-    fsdp_size=None,
     **options,
 ):
-    known = {field.name for field in dataclasses.fields(FSDPEngineConfig)}
-    if fsdp_size is not None and "fsdp_size" in known:
-        options["fsdp_size"] = fsdp_size
     model, engine_config, optim = configs(path, **options)
-    if fsdp_size is not None and "fsdp_size" not in known:
-        engine_config.fsdp_size = fsdp_size
     checkpoint = CheckpointConfig(
         save_contents=list(contents),
         load_contents=["model", "optimizer", "extra"],
@@ -70,16 +71,25 @@ def build(
 def full_grads(engine):
     """Gradients by name, gathered where they are sharded."""
     grads = ((n, p.grad) for n, p in engine.module.named_parameters() if p.requires_grad)
-    return {n: (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone() for n, grad in grads}
+    return {n: (grad.full_tensor() if isinstance(grad, DTensor) else grad).cpu().clone() for n, grad in grads}
 
 
 def full_params(engine):
-    return {n: t.clone() for n, t in engine.get_per_tensor_param()[0]}
+    return {n: t.cpu().clone() for n, t in engine.get_per_tensor_param()[0]}
 
 
-def local_rows(data):
-    size = data.batch_size[0] // dist.get_world_size()
-    return tu.slice_tensordict(data, dist.get_rank() * size, (dist.get_rank() + 1) * size)
+def local_rows(data, engine):
+    """The rows of this rank; ranks that share the tokens of a row get the same ones."""
+    rank, size = engine.get_data_parallel_rank(), data.batch_size[0] // engine.get_data_parallel_size()
+    return tu.slice_tensordict(data, rank * size, (rank + 1) * size)
+
+
+def collected(engine, rows):
+    """Rows of all data-parallel ranks in order, each from the rank that answers for it."""
+    mine = (engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs(), rows)
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return [row for _, answers, part in sorted(ranks, key=lambda rank: rank[0]) if answers for row in part]
 
 
 def loss_of(critic, options=None):
@@ -98,7 +108,7 @@ def gradient(path, out, *, critic=False, steps=0, seed=0, loss=None, options=Non
         mask = data["response_mask"]
         dropped = [row * (i < rows - masked) for i, row in enumerate(mask.unbind())]
         data.set("response_mask", tu.nested_like(torch.cat(dropped), mask))
-        return local_rows(tu.assign_non_tensor_whole(data, options or {}))
+        return local_rows(tu.assign_non_tensor_whole(data, options or {}), engine)
 
     data = batch(seed)
     counts = count_loss_tokens(data, engine.get_data_parallel_group(), engine.get_data_parallel_size(), engine.device)
@@ -107,9 +117,7 @@ def gradient(path, out, *, critic=False, steps=0, seed=0, loss=None, options=Non
         outputs = engine.forward_backward_batch(data, loss_fn)
         result["grads"] = full_grads(engine)
     name = "values" if critic else "log_probs"
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, [row.clone() for row in outputs["model_output"][name].unbind()])
-    result[name] = [row for part in parts for row in part]
+    result[name] = collected(engine, [row.clone() for row in outputs["model_output"][name].unbind()])
     result["loss"] = torch.tensor(sum(outputs["loss"]))
     dist.all_reduce(result["loss"])
     result["loss"] /= dist.get_world_size()
@@ -136,7 +144,7 @@ def train(path, out, *, seeds, critic=False, load=None, save_to=None, lr=1e-2, *
 def _train_step(engine, critic, seed):
     """One AdamW step and the schedule's; the loss over all ranks."""
     with engine.train_mode():
-        outputs = engine.train_batch(local_rows(with_values(make_batch(8, seed), seed)), loss_of(critic))
+        outputs = engine.train_batch(local_rows(with_values(make_batch(8, seed), seed), engine), loss_of(critic))
     engine.lr_scheduler_step()
     loss = torch.tensor(sum(outputs["loss"]))
     dist.all_reduce(loss)
@@ -155,7 +163,7 @@ def poisoned(path, out, *, folder, row):
     values[row][0], mask[row][0] = float("nan"), 1
     data.set("advantages", tu.nested_from_list(values)).set("response_mask", tu.nested_from_list(mask))
     options = {"mini_batch_size": 8, "nonfinite_dump_folder": folder}
-    worker.train_mini_batch(tu.assign_non_tensor_whole(local_rows(data), options))
+    worker.train_mini_batch(tu.assign_non_tensor_whole(local_rows(data, worker.engine), options))
     save(out, {})
 
 
@@ -227,14 +235,105 @@ def _placed(tensor, mesh, placements):
     return distribute_tensor(tensor.clone(), mesh, placements)
 
 
+def table_loss(case):
+    return loss_of(
+        case["critic"], {} if case["critic"] else {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}
+    )
+
+
+def run_case(path, case, steps=3, saved=None):
+    """Outputs and gradient of the first mini-batch, parameters after `steps` of SGD and of AdamW; always one data."""
+    critic = case["critic"]
+    loss_fn = table_loss(case)
+    result = {}
+    for optimizer, lr in (("SGD", 0.05), ("AdamW", ADAMW_LR)):
+        engine = build(path, optimizer=optimizer, lr=lr, **parallel_cases.engine_options(case))
+        for seed in range(steps):
+            data = tu.assign_non_tensor_whole(parallel_cases.rollouts(seed), parallel_cases.batch_options(case))
+            with engine.train_mode():
+                outputs = engine.forward_backward_batch(local_rows(data, engine), loss_fn)
+                if not result:
+                    rows = outputs["model_output"]["values" if critic else "log_probs"].unbind()
+                    result = {"outputs": collected(engine, list(rows)), "grads": full_grads(engine)}
+                    result["loss"] = sum(collected(engine, [sum(outputs["loss"])])) / engine.get_data_parallel_size()
+                engine.optimizer_step()
+        result[optimizer] = full_params(engine)
+    if saved is not None:
+        result |= save_and_go_on(engine, loss_fn, case, *saved)
+    return result
+
+
+def step_on(engine, loss_fn, case, seed=3):
+    """Parameters after one more step."""
+    data = tu.assign_non_tensor_whole(parallel_cases.rollouts(seed), parallel_cases.batch_options(case))
+    with engine.train_mode():
+        engine.train_batch(local_rows(data, engine), loss_fn)
+    return full_params(engine)
+
+
+def save_and_go_on(engine, loss_fn, case, save_to, load=None):
+    """Save here, go on by a step; then load what another sharding saved."""
+    engine.save_checkpoint(save_to)
+    result = {"next": step_on(engine, loss_fn, case)}
+    if load:
+        engine.load_checkpoint(load)
+        result["loaded"] = full_params(engine)
+    return result
+
+
+def tables(path, out, *, cases, folder=None):
+    """`run_case` of the cases of each world size, in groups of the first ranks, one after the other: starting costs."""
+    results = {}
+    for world in cases:
+        if (rank := int(os.environ["RANK"])) < int(world):
+            store = f"file://{out}.{world}"
+            dist.init_process_group(get_nccl_backend(), init_method=store, rank=rank, world_size=int(world))
+            savers = parallel_cases.savers(cases[world]) if folder else []
+            # Where each of them saves, and what the one before it saved.
+            saved = {
+                i: [f"{folder}/{world}_{n}" for n in savers[max(0, k - 1) : k + 1]][::-1] for k, i in enumerate(savers)
+            }
+            results[int(world)] = [run_case(path, case, saved=saved.get(i)) for i, case in enumerate(cases[world])]
+            dist.destroy_process_group()
+    if rank == 0:
+        torch.save(results, out)
+
+
 def save(out, result):
     if dist.get_rank() == 0:
         torch.save(result, out)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    job, out, kwargs = sys.argv[1:4]
-    os.environ.setdefault("RLFLOW_DEVICE", "cpu")
+def end_with_parent():
+    """Be killed when the process that started this one is gone, however it ended."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+def run_rank(rank, job, out, kwargs):
+    end_with_parent()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    if os.environ["RLFLOW_DEVICE"] == "cuda":
+        torch.cuda.set_device(rank)
     globals()[job](out=out, **json.loads(kwargs))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    torch.set_num_threads(1)
+    os.environ.setdefault("RLFLOW_DEVICE", "cpu")
+    # Imports are most of a rank's life here: they are done once, before the ranks part. No thread runs yet.
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(r, *sys.argv[1:4])) for r in range(int(os.environ["WORLD_SIZE"]))]
+    for process in ranks:
+        process.start()
+    pending = {process.sentinel: process for process in ranks}
+    while pending:
+        for sentinel in multiprocessing.connection.wait(pending):
+            process = pending.pop(sentinel)
+            process.join()  # the sentinel is ready a moment before the exit code is
+            if process.exitcode != 0:
+                for other in pending.values():  # they wait for it in a collective
+                    other.kill()
+                sys.exit(f"a rank of {sys.argv[1]} ended with {process.exitcode} (negative: by that signal)")

@@ -213,6 +213,9 @@ def test_the_chunk_limit_of_the_configuration_reaches_the_model(tiny_model):
     whole = build(tiny_model).infer_batch(tiny.make_batch(6))["model_output"]["log_probs"]
     cut = engine.infer_batch(tiny.make_batch(6))["model_output"]["log_probs"]
     torch.testing.assert_close(tu.nested_values(cut), tu.nested_values(whole), rtol=1e-5, atol=1e-5)
+    everything = build(tiny_model, entropy_from_logits_chunk_size=3, entropy_from_logits_with_chunking=False)
+    at_once = everything.infer_batch(tiny.make_batch(6))["model_output"]["log_probs"]
+    torch.testing.assert_close(tu.nested_values(at_once), tu.nested_values(whole), rtol=1e-5, atol=1e-5)
 
 
 def test_empty_responses_and_prompts_only(tiny_model):

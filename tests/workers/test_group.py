@@ -21,8 +21,9 @@ def queue(ray_cluster):
     tq.close()
 
 
-@pytest.fixture
-def group(queue, tiny_model):
+@pytest.fixture(params=[1, 2], ids=["rows apart", "rows shared"])
+def group(request, queue, tiny_model):
+    """Two processes that each compute half of the rows, or of the tokens of all rows."""
     from omegaconf import OmegaConf
 
     from rlflow.single_controller.ray import (
@@ -32,7 +33,11 @@ def group(queue, tiny_model):
         create_colocated_worker_cls,
     )
 
-    config = worker_config(tiny_model, "actor_rollout_ref.actor.use_kl_loss=true")
+    config = worker_config(
+        tiny_model,
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={request.param}",
+    )
     OmegaConf.resolve(config)
     role = "actor_rollout_ref"
     cls = create_colocated_worker_cls({role: RayClassWithInitArgs(ActorRolloutRefWorker, config=config, role=role)})

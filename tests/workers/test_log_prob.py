@@ -34,8 +34,12 @@ def _naive(hidden, weight, bias, labels, temperature, softcap=None):
 @pytest.mark.parametrize("temperature", [1.0, 0.7, "row"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("parts", ["log_prob", "entropy", "both"])
-@pytest.mark.parametrize(("chunk", "softcap"), [(1, None), (8, None), (1000, None), (8, 3.0)])
-def test_values_and_gradients_are_those_of_the_formula(temperature, bias, parts, chunk, softcap):
+@pytest.mark.parametrize(
+    ("chunk", "recompute", "softcap"),
+    [(1, True, None), (8, True, None), (1000, True, None), (8, False, None), (1000, False, None)]
+    + [(8, True, 3.0), (8, False, 3.0)],
+)
+def test_values_and_gradients_are_those_of_the_formula(temperature, bias, parts, chunk, recompute, softcap):
     t = torch.linspace(0.5, 1.5, N) if temperature == "row" else temperature
     g = torch.Generator().manual_seed(5)
     w1, w2 = torch.randn(N, generator=g), torch.randn(N, generator=g)
@@ -43,8 +47,9 @@ def test_values_and_gradients_are_those_of_the_formula(temperature, bias, parts,
     for run in ("ours", "naive"):
         hidden, weight, b, labels = _inputs(bias=bias)
         if run == "ours":
-            options = {"bias": b, "temperature": t, "chunk": chunk, "softcap": softcap}
-            lp, ent, _ = linear_log_probs(hidden, weight, labels, with_entropy=True, **options)
+            options = {"temperature": t, "with_entropy": True, "chunk": chunk}
+            options |= {"recompute": recompute, "softcap": softcap}
+            lp, ent, _ = linear_log_probs(hidden, weight, labels, bias=b, **options)
             assert lp.dtype == ent.dtype == torch.float32
         else:
             lp, ent, _ = _naive(hidden, weight, b, labels, t, softcap)
@@ -79,6 +84,26 @@ def test_the_measured_row_of_three_logits():
     torch.testing.assert_close(stats.log_probs, torch.tensor([-2.407606, -1.407606, -0.407606]))
     torch.testing.assert_close(stats.entropy, torch.full((3,), 0.832396))
     torch.testing.assert_close(stats.sum_pi_squared, torch.full((3,), 0.510543))
+
+
+def test_a_graph_of_which_the_log_softmax_was_kept_can_be_run_twice():
+    hidden, weight, _, labels = _inputs()
+    lp = linear_log_probs(hidden, weight, labels, recompute=False, chunk=8).log_probs.sum()
+    first = torch.autograd.grad(lp, hidden, retain_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad(lp, hidden)[0], first)
+
+
+@pytest.mark.slow  # a minute of C++ compilation
+def test_compiled_arithmetic_gives_the_same_numbers():
+    results = []
+    for compiled in (False, True):
+        hidden, weight, _, labels = _inputs()
+        options = {"with_entropy": True, "with_sum_pi_squared": True, "chunk": 8, "compiled": compiled}
+        stats = linear_log_probs(hidden, weight, labels, temperature=0.7, **options)
+        (stats.log_probs.sum() + stats.entropy.sum()).backward()
+        results.append([*stats, hidden.grad, weight.grad])
+    for plain, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
 
 
 @settings(deadline=None, max_examples=60)
@@ -185,7 +210,7 @@ def test_a_kernel_gets_chunks_and_its_gradient_is_passed_on(temperature):
     inv_t = None if temperature == 1.0 else t.reciprocal()
     for used in (kernel, None):
         hidden, weight, bias, labels = _inputs(bias=True)
-        lp, _, _ = _LinearLogProb.apply(hidden, weight, bias, labels, inv_t, False, False, 8, used, None)
+        lp, _, _ = _LinearLogProb.apply(hidden, weight, bias, labels, inv_t, False, False, 8, used, None, False, False)
         (lp * torch.linspace(-1, 1, N)).sum().backward()
         results.append([lp, hidden.grad, weight.grad, bias.grad])
     assert kernel.calls == 2 * -(-N // 8)

@@ -14,6 +14,7 @@ from omegaconf import open_dict
 
 from rlflow.checkpoint_engine.manager import CheckpointEngineManager
 from rlflow.config import HFModelConfig, omega_conf_to_dataclass
+from rlflow.config.parallel_checks import split_over
 from rlflow.reward_loop import RewardLoopManager
 from rlflow.single_controller.ray import (
     RayClassWithInitArgs,
@@ -97,8 +98,7 @@ def build_runtime(config: Any, total_training_steps: int) -> Runtime:
         checkpoint_manager=checkpoint_manager,
         pools=pools,
         n_devices=n_devices,
-        # The FSDP engine is data parallel over every rank.
-        dp_size=n_devices,
+        dp_size=split_over(config, needs_ref, critic_wg is not None),
         critic_wg=critic_wg,
         linear_work=_linear_work(config),
     )

@@ -1,4 +1,4 @@
-"""How a batch is cut: options, micro-batches under a token budget, counts of the loss, and the way back to row order.
+"""How a batch is cut: micro-batches under a token budget, counts of the loss, and the way back to row order.
 
 Invariants
     - The token budget is a hard cap: no micro-batch holds more tokens than it, whatever the balance.
@@ -9,8 +9,8 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,64 +22,7 @@ from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ContractError
 from rlflow.utils.seqlen_balancing import LINEAR_WORK_PER_TOKEN, calculate_workload, restore_dynamic_batch
 from rlflow.utils.token_budget import Item, fill_up, max_over_ranks, pad_parts, split_by_budget, split_padded
-
-
-@dataclass(frozen=True)
-class BatchOptions:
-    """What one call asks of the engine. Entries of the batch win over the engine's defaults.
-
-    Attributes:
-        temperature: T of softmax(logits / T): one number, or [rows].
-        calculate_entropy: also return entropies.
-        calculate_sum_pi_squared: also return the sum of squared probabilities of each token's distribution.
-        use_remove_padding: pack rows instead of padding them.
-        share_prompts: run a prompt that several rows of a micro-batch share once.
-        use_dynamic_bsz: cut by `max_token_len_per_gpu` tokens instead of `micro_batch_size_per_gpu` rows.
-    """
-
-    temperature: float | Tensor = 1.0
-    calculate_entropy: bool = False
-    calculate_sum_pi_squared: bool = False
-    use_remove_padding: bool = True
-    share_prompts: bool = False
-    use_dynamic_bsz: bool = True
-    max_token_len_per_gpu: int | None = None
-    micro_batch_size_per_gpu: int | None = None
-
-    @classmethod
-    def from_batch(cls, data: TensorDict, defaults: Mapping[str, Any]) -> BatchOptions:
-        """Read the options of a batch.
-
-        Raises:
-            ContractError: a temperature <= 0 (greedy rollouts have no distribution to train on), a missing size, or an
-                option of the reference that this engine does not have.
-        """
-        for name in ("distillation_use_topk", "enable_routing_replay"):
-            if tu.get(data, name, False):
-                raise ContractError(f"{name}=True is not implemented by this engine")
-        values = {f.name: defaults[f.name] for f in fields(cls) if defaults.get(f.name) is not None}
-        for f in fields(cls):
-            given = tu.get(data, f.name)
-            if given is not None:
-                values[f.name] = given
-        options = cls(**values)
-        options._check()
-        return options
-
-    def _check(self) -> None:
-        lowest = float(self.temperature.min()) if isinstance(self.temperature, Tensor) else self.temperature
-        if not lowest > 0:
-            raise ContractError(
-                f"temperature={lowest} has no distribution to take log-probs of; sample training rollouts with "
-                "actor_rollout_ref.rollout.temperature > 0"
-            )
-        size = self.max_token_len_per_gpu if self.use_dynamic_bsz else self.micro_batch_size_per_gpu
-        if size is None or size < 1:
-            key = "max_token_len_per_gpu" if self.use_dynamic_bsz else "micro_batch_size_per_gpu"
-            raise ContractError(
-                f"use_dynamic_bsz={self.use_dynamic_bsz} needs {key}, got {size}; set the actor's "
-                "ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu (log_prob_* for inference)"
-            )
+from rlflow.workers.engine.options import BatchOptions
 
 
 @dataclass
@@ -98,6 +41,7 @@ def prepare_micro_batches(
     prompt_keys: Callable[[TensorDict], list[bytes]] | None = None,
     prompt_lengths: Sequence[int] | None = None,
     linear_work: int = LINEAR_WORK_PER_TOKEN,
+    sp_size: int = 1,
 ) -> list[MicroBatch]:
     """Cut a batch.
 
@@ -108,6 +52,7 @@ def prepare_micro_batches(
         prompt_keys: equal keys for rows of equal prompts; needed with `share_prompts`.
         prompt_lengths: prompt tokens of each row; needed with `share_prompts`.
         linear_work: work of a token in units of one attention pair (6 x hidden size for the usual transformer).
+        sp_size: ranks that share the tokens of a forward; the budget of a micro-batch is theirs together.
 
     Raises:
         ContractError: a row alone is over the budget.
@@ -118,8 +63,8 @@ def prepare_micro_batches(
         parts = [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
         parts = pad_parts(parts, max_over_ranks(len(parts), dp_group))
     else:
-        budget = options.max_token_len_per_gpu or 0
-        _check_rows_fit(lengths, budget)
+        budget = (options.max_token_len_per_gpu or 0) * sp_size
+        _check_rows_fit(lengths, budget, sp_size)
         if options.use_remove_padding:
             keys = prompt_keys(data) if options.share_prompts and prompt_keys else None
             items = _items(lengths, budget, keys, prompt_lengths, linear_work)
@@ -133,13 +78,14 @@ def prepare_micro_batches(
     return [MicroBatch(rows, tu.index_select_tensor_dict(data, rows)) if rows else MicroBatch() for rows in parts]
 
 
-def _check_rows_fit(lengths: Sequence[int], budget: int) -> None:
+def _check_rows_fit(lengths: Sequence[int], budget: int, sp_size: int) -> None:
     longest = max(lengths, default=0)
     if longest > budget:
+        over = f" x {sp_size} ranks of a sequence" if sp_size > 1 else ""
         raise ContractError(
-            f"row {list(lengths).index(longest)} has {longest} tokens, over max_token_len_per_gpu={budget} tokens a "
-            f"micro-batch; set ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu) to at least {longest}, or "
-            "shorten prompts or responses"
+            f"row {list(lengths).index(longest)} has {longest} tokens, over max_token_len_per_gpu={budget // sp_size}"
+            f"{over} tokens a micro-batch; set ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu) to at least "
+            f"{-(-longest // sp_size)}, or shorten prompts or responses"
         )
 
 

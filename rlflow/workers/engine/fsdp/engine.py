@@ -7,13 +7,13 @@
 Invariants
     - Weights, gradients and optimizer state are sharded over all ranks of the FSDP mesh, also when there is only one.
     - Gradients are reduced once per mini-batch, in the backward of its last micro-batch; until then they add up locally
-      in the reduction dtype.
+      in the reduction dtype (`defer_fsdp_grad_sync=false`: reduced and added up sharded after every micro-batch).
+    - Which ranks share shards, rows and tokens: mesh.py.
     - Outputs are fp32 and exist at response tokens only.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import random
@@ -27,14 +27,13 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlflow.checkpoint.background import CheckpointWriter
 from rlflow.utils import tensordict_utils as tu
-from rlflow.utils.device import get_device, get_torch_device, manual_seed
+from rlflow.utils.device import get_device, manual_seed
 from rlflow.utils.errors import ConfigError, ContractError
 from rlflow.utils.flops_counter import linear_work_per_token
 from rlflow.utils.metric import Metric, merge_metrics
@@ -51,15 +50,23 @@ from rlflow.workers.engine.fsdp import checkpoint, export
 from rlflow.workers.engine.fsdp.inputs import ModelInputs, build_inputs, empty_inputs, prompt_keys, response_lengths
 from rlflow.workers.engine.fsdp.log_prob import TokenStats
 from rlflow.workers.engine.fsdp.lora import adapters_off
+from rlflow.workers.engine.fsdp.mesh import build_places
 from rlflow.workers.engine.fsdp.model import (
     PackedModel,
     PolicyModel,
     build_module,
     load_causal_lm,
     load_hf_config,
-    reshard,
+)
+from rlflow.workers.engine.fsdp.offload import (
+    move_state,
+    moves_optimizer,
+    moves_parameters,
+    say_where_nothing_offloads,
 )
 from rlflow.workers.engine.fsdp.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
+from rlflow.workers.engine.fsdp.sharding import offloads_by_policy, reshard
+from rlflow.workers.engine.fsdp.ulysses import check_heads, gather_predictions, split_sequence
 from rlflow.workers.engine.fsdp.value_model import ValueModel, load_value_config, load_value_model
 from rlflow.workers.engine.process import ensure_process_group
 from rlflow.workers.engine.registry import EngineRegistry
@@ -84,9 +91,11 @@ class FSDPEngine(BaseEngine):
             raise ConfigError("an engine that trains needs an optimizer_config; set forward_only for a frozen model")
         ensure_process_group()
         self.device = get_device()
-        self.mesh = self._build_mesh()
+        self.ranks = build_places(engine_config, self.device.type)
         self.hf_config = self.load_config()
         text = self.hf_config.get_text_config()
+        check_heads(text, self.ranks.sp_size)
+        say_where_nothing_offloads(engine_config, self.device.type)
         self._linear_work = linear_work_per_token(self.hf_config)
         # A prompt that stands for several rows would draw its dropout once instead of once a row.
         dropouts = (getattr(text, name, 0) for name in ("attention_dropout", "hidden_dropout", "resid_pdrop"))
@@ -112,22 +121,15 @@ class FSDPEngine(BaseEngine):
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
-    def _build_mesh(self) -> DeviceMesh:
-        """All ranks, in one dimension or, with 0 < fsdp_size < world, replicated groups of fsdp_size ranks."""
-        world, size = dist.get_world_size(), int(self.engine_config.get("fsdp_size", -1) or -1)
-        if size < 0 or size >= world:
-            return init_device_mesh(self.device.type, (world,), mesh_dim_names=("fsdp",))
-        if world % size:
-            raise ConfigError(f"fsdp_size={size} does not divide {world} ranks")
-        return init_device_mesh(self.device.type, (world // size, size), mesh_dim_names=("ddp", "fsdp"))
-
     def initialize(self) -> None:
         """Build, or build again from the original weights, model, optimizer and schedule. *Collective.*"""
         seed = int(self.engine_config.get("seed", 42))
         manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        self.module = build_module(self.load_model, self.model_config, self.engine_config, self.mesh, self.device)
+        self.module = build_module(
+            self.load_model, self.model_config, self.engine_config, self.ranks.shards, self.device
+        )
         self.module.eval()
         if not self.engine_config.forward_only:
             self.optimizer = build_optimizer(self.module.trained_parameters(), self.optimizer_config)
@@ -138,12 +140,12 @@ class FSDPEngine(BaseEngine):
     @property
     def is_param_offload_enabled(self) -> bool:
         """Whether parameters wait on the CPU between modes (never on a CPU device)."""
-        return self.device.type != "cpu" and bool(self.engine_config.get("param_offload", False))
+        return moves_parameters(self.engine_config, self.device.type)
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
         """Whether optimizer state waits on the CPU between modes (never on a CPU device)."""
-        return self.device.type != "cpu" and bool(self.engine_config.get("optimizer_offload", False))
+        return moves_optimizer(self.engine_config, self.device.type)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move state to "cpu" or "device"; gradients move with the model."""
@@ -151,20 +153,9 @@ class FSDPEngine(BaseEngine):
             raise ContractError(f"to() takes 'cpu' or 'device', got {device!r}")
         if grad and not model:
             raise ContractError("gradients live with their parameters; to(grad=True) needs model=True")
-        if self.device.type == "cpu":
-            return
-        target = torch.device("cpu") if device == "cpu" else self.device
-        if model:
-            reshard(self.module)
-            self.module.to(target)
-        if optimizer and self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.dim():
-                        state[key] = value.to(target, non_blocking=True)
-        get_torch_device().synchronize()
-        gc.collect()
-        get_torch_device().empty_cache()
+        if self.device.type != "cpu" and not offloads_by_policy(self.engine_config, self.device.type):
+            target = torch.device("cpu") if device == "cpu" else self.device
+            move_state(self.module if model else None, self.optimizer if optimizer else None, target)
 
     def set_module_mode(self, mode: str | None) -> None:
         self.module.train(mode == "train")
@@ -174,13 +165,16 @@ class FSDPEngine(BaseEngine):
     # ---- place in the group --------------------------------------------------------------------------------------
 
     def get_data_parallel_rank(self) -> int:
-        return dist.get_rank()
+        return self.ranks.dp_rank
 
     def get_data_parallel_size(self) -> int:
-        return dist.get_world_size()
+        return self.ranks.dp_size
 
     def get_data_parallel_group(self) -> Any:
-        return dist.group.WORLD
+        return self.ranks.dp_group
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return self.ranks.sp_rank == 0
 
     # ---- one batch -----------------------------------------------------------------------------------------------
 
@@ -198,13 +192,14 @@ class FSDPEngine(BaseEngine):
         if loss_function is not None:
             counts = count_loss_tokens(data, self.get_data_parallel_group(), dp_size, self.device)
         micro_batches = self.split(data, options)
-        root = self.module if isinstance(self.module, FSDPModule) else None
+        # The gradient is reduced with the last micro-batch only, or with each of them.
+        defers = isinstance(self.module, FSDPModule) and not forward_only and self.engine_config.defer_fsdp_grad_sync
         outputs: list[tuple[list[int], dict[str, Tensor], Tensor]] = []
         losses: list[float] = []
         metrics: dict[str, Metric] = {}
         for i, micro in enumerate(micro_batches):
-            if root is not None and not forward_only:
-                root.set_requires_gradient_sync(i == len(micro_batches) - 1)
+            if defers:
+                self.module.set_requires_gradient_sync(i == len(micro_batches) - 1)  # type: ignore[operator]
             loss, output, lengths, new = self.forward_step(micro, options, loss_function, counts)
             if not forward_only:
                 loss.backward()
@@ -227,7 +222,7 @@ class FSDPEngine(BaseEngine):
             rows = config.infer_micro_batch_size_per_gpu or rows
         # On a CPU matrix products are everything, and a group of n responses repeats its prompt n times; on a GPU long
         # rows are better served by a variable-length attention kernel, which knows no shared prompts.
-        share = config.get("share_prompts", None)
+        share = config.share_prompts
         return {
             "share_prompts": self.device.type == "cpu" if share is None else bool(share),
             "use_remove_padding": config.use_remove_padding,
@@ -247,6 +242,7 @@ class FSDPEngine(BaseEngine):
             prompt_keys=prompt_keys if self._may_share else None,
             prompt_lengths=prompts,
             linear_work=self._linear_work,
+            sp_size=self.ranks.sp_size,
         )
 
     def forward_step(
@@ -254,10 +250,10 @@ class FSDPEngine(BaseEngine):
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, dict[str, Any]]:
         """(scalar loss, detached outputs [sum(lengths)] on the CPU, lengths [rows], metrics) of one micro-batch."""
         if micro.data is None:
-            outputs = self.run_model(empty_inputs(self.device), options)
+            outputs = self._run(empty_inputs(self.device, self.ranks.sp_size), options)
             return next(iter(outputs.values())).sum(), {}, torch.zeros(0, dtype=torch.int64), {}
         inputs = self._inputs(micro, options)
-        outputs = self.run_model(inputs, options)
+        outputs = self._run(inputs, options)
         loss: Tensor = torch.zeros((), device=self.device)
         metrics: dict[str, Any] = {}
         if loss_function is not None and counts is not None:
@@ -268,6 +264,14 @@ class FSDPEngine(BaseEngine):
                 dp_group=self.get_data_parallel_group(),
             )
         return loss, {name: value.detach().cpu() for name, value in outputs.items()}, inputs.lengths, metrics
+
+    def _run(self, inputs: ModelInputs, options: BatchOptions) -> dict[str, Tensor]:
+        """Outputs of all predictions, of which this rank makes those of its tokens."""
+        if self.ranks.sp_group is None:
+            return self.run_model(inputs, options)
+        part = split_sequence(inputs, self.ranks.sp_group)
+        assert part.sequence is not None
+        return {name: gather_predictions(v, part.sequence) for name, v in self.run_model(part, options).items()}
 
     def _inputs(self, micro: MicroBatch, options: BatchOptions) -> ModelInputs:
         temperature = options.temperature
@@ -280,6 +284,7 @@ class FSDPEngine(BaseEngine):
             device=self.device,
             packed=options.use_remove_padding,
             share_prompts=options.share_prompts and self._may_share,
+            multiple_of=self.ranks.sp_size,
         )
 
     def _loss_data(self, micro: MicroBatch, counts: LossCounts) -> TensorDict:
@@ -377,9 +382,13 @@ class FSDPEngineWithLMHead(FSDPEngine):
 
     def load_model(self, dtype: torch.dtype, with_weights: bool) -> PackedModel:
         causal_lm = load_causal_lm(self.model_config, self.hf_config, dtype, with_weights)
+        config = self.engine_config
         return PolicyModel(
             causal_lm,
-            self.engine_config.get("entropy_from_logits_chunk_size"),
+            config.entropy_from_logits_chunk_size,
+            chunked=config.entropy_from_logits_with_chunking,
+            recompute=config.entropy_checkpointing,
+            compiled=config.use_torch_compile,
             fused=bool(self.model_config.get("use_fused_kernels", False)),
         )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ContractError
 from rlflow.workers.engine.fsdp.packed_attention import AttentionLayout, Row
+from rlflow.workers.engine.fsdp.ulysses import SequencePart
 
 
 @dataclass
@@ -33,6 +34,9 @@ class ModelInputs:
         labels: int64 [N].
         lengths: int64 [rows], predictions of each row; they add up to N.
         temperature: one number, or fp32 [N].
+        sequence: how the predictions of several ranks come together, where this is the part of one of them
+            (`ulysses.split_sequence`): ids, positions, predictions, labels and temperatures are then this rank's,
+            layout and lengths those of all.
     """
 
     input_ids: Tensor
@@ -42,6 +46,7 @@ class ModelInputs:
     labels: Tensor
     lengths: Tensor
     temperature: float | Tensor
+    sequence: SequencePart | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ def build_inputs(
     device: torch.device,
     packed: bool = True,
     share_prompts: bool = False,
+    multiple_of: int = 1,
 ) -> ModelInputs:
     """The inputs of a micro-batch.
 
@@ -110,11 +116,12 @@ def build_inputs(
         device: where the model is.
         packed: one row of all tokens without padding; False: a right-padded batch.
         share_prompts: a prompt of several rows enters once (packed only).
+        multiple_of: fill up the packed tokens to a multiple of this, with a row of its own that predicts nothing.
     """
     rows = _flatten(data)
     lengths = torch.tensor(rows.predicted, dtype=torch.int64)
     if packed:
-        source, layout_rows, predict = _pack(rows, prompt_keys(data) if share_prompts else None)
+        source, layout_rows, predict = _pack(rows, prompt_keys(data) if share_prompts else None, multiple_of)
         input_ids, position_ids = rows.tokens[source].unsqueeze(0), rows.positions[source].unsqueeze(0)
         layout = AttentionLayout.packed(layout_rows, device)
     else:
@@ -137,11 +144,11 @@ def build_inputs(
     )
 
 
-def empty_inputs(device: torch.device) -> ModelInputs:
-    """One token and no prediction: lets a rank without rows take part in the collectives of a forward."""
-    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+def empty_inputs(device: torch.device, tokens: int = 1) -> ModelInputs:
+    """Some tokens and no prediction: lets a rank without rows take part in the collectives of a forward."""
+    zero = torch.zeros(1, tokens, dtype=torch.int64, device=device)
     none = torch.zeros(0, dtype=torch.int64)
-    layout = AttentionLayout.packed([Row(0, 1)], device)
+    layout = AttentionLayout.packed([Row(0, tokens)], device)
     return ModelInputs(zero, zero.clone(), layout, none.to(device), none.to(device), none, 1.0)
 
 
@@ -168,7 +175,7 @@ def _flatten(data: TensorDict) -> _Rows:
     return _Rows(tokens, positions, start, total, response_lengths(data).tolist())
 
 
-def _pack(rows: _Rows, keys: list[bytes] | None) -> tuple[Tensor, list[Row], list[Tensor]]:
+def _pack(rows: _Rows, keys: list[bytes] | None, multiple_of: int) -> tuple[Tensor, list[Row], list[Tensor]]:
     """(positions of the packed tokens in the flattened rows, packed rows, prediction positions of each row)."""
     members: dict[bytes | int, list[int]] = {}
     for i, r in enumerate(rows.predicted):
@@ -201,6 +208,9 @@ def _pack(rows: _Rows, keys: list[bytes] | None) -> tuple[Tensor, list[Row], lis
             predict[i] = torch.cat([torch.tensor([prompt + p - 1]), torch.arange(at, at + own)])
     if not layout:
         put(0, 1, None)
+    if rest := -position % multiple_of:
+        source.append(torch.zeros(rest, dtype=torch.int64))
+        layout.append(Row(position, rest))
     return _cat(source), layout, predict
 
 

@@ -6,12 +6,15 @@ With z = (h W^T + b) / T of one token (or c tanh((h W^T + b) / c) / T, soft-capp
     squared probabilities  S = sum_v p_v^2                 value only: a baseline's weight, nothing is trained by it
 
 Invariants
-    - At most `chunk` rows of logits exist at a time, in the forward and in the backward (which computes them again).
+    - At most `chunk` rows of logits exist at a time, in the forward and in the backward (which computes them again,
+      unless it is told to keep their log-softmax: fp32 [N, V] between forward and backward).
     - The matrix product runs in the dtype of hidden and weight, everything behind it in fp32; results are fp32.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -62,10 +65,10 @@ class _Head(NamedTuple):
             logits = logits.float().div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if inv_temperature is None else logits.float().mul_(inv_temperature.unsqueeze(1))
 
-    def slope(self, logits: Tensor, inv_temperature: Tensor | None) -> Tensor | None:
-        """d logits / d(h W^T + b), fp32 [n, V] or [n, 1]; None for 1."""
+    def slope(self, logits: Tensor | None, inv_temperature: Tensor | None) -> Tensor | None:
+        """d logits / d(h W^T + b), fp32 [n, V] or [n, 1]; None for 1. Only a soft cap looks at the logits."""
         scale = None if inv_temperature is None else inv_temperature.unsqueeze(1)
-        if self.softcap is None:
+        if self.softcap is None or logits is None:
             return scale
         capped = logits / self.softcap if scale is None else logits / (scale * self.softcap)
         slope = capped.square_().neg_().add_(1)
@@ -90,11 +93,15 @@ class _LinearLogProb(torch.autograd.Function):
         chunk: int,
         kernel: CrossEntropy | None,
         softcap: float | None,
+        keep: bool,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         n, head = hidden.shape[0], _Head(weight, bias, softcap)
         log_probs = torch.empty(n, dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(log_probs) if with_entropy else None
         squares = torch.empty_like(log_probs) if with_sum_pi_squared else None
+        sums = _maybe_compiled(_distribution_sums, compiled)
+        ctx.kept = {}
         for start in range(0, n, chunk):
             part = slice(start, start + chunk)
             inv_t = None if inv_temperature is None else inv_temperature[part]
@@ -104,14 +111,16 @@ class _LinearLogProb(torch.autograd.Function):
                 continue
             log_p = _log_softmax(head.logits(hidden[part], inv_t))
             log_probs[part] = log_p.gather(1, labels[part].unsqueeze(1)).squeeze(1)
+            if keep:
+                ctx.kept[start] = log_p
             if entropy is not None or squares is not None:
-                p = log_p.exp()
+                chunk_entropy, chunk_squares = sums(log_p, with_entropy, with_sum_pi_squared, in_place=not keep)
                 if entropy is not None:
-                    entropy[part] = -log_p.mul_(p).sum(-1)
+                    entropy[part] = chunk_entropy
                 if squares is not None:
-                    squares[part] = p.mul_(p).sum(-1)
+                    squares[part] = chunk_squares
         ctx.save_for_backward(hidden, weight, bias, labels, inv_temperature, entropy)
-        ctx.chunk, ctx.kernel, ctx.softcap = chunk, kernel, softcap
+        ctx.chunk, ctx.kernel, ctx.softcap, ctx.compiled = chunk, kernel, softcap, compiled
         ctx.set_materialize_grads(False)
         if squares is not None:
             ctx.mark_non_differentiable(squares)
@@ -121,7 +130,7 @@ class _LinearLogProb(torch.autograd.Function):
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None) -> tuple[Any, ...]:
         hidden, weight, bias, labels, inv_temperature, entropy = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 10
+            return (None,) * 12
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         head = _Head(weight, bias, ctx.softcap)
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
@@ -132,15 +141,18 @@ class _LinearLogProb(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             inv_t = None if inv_temperature is None else inv_temperature[part]
             grad_l = None if grad_log_probs is None else grad_log_probs[part]
-            logits = head.logits(hidden[part], inv_t)
+            log_p = ctx.kept.pop(start, None)
+            # A kept log-softmax saves the product, unless a soft cap needs the logits for its slope.
+            logits = head.logits(hidden[part], inv_t) if log_p is None or ctx.softcap is not None else None
             slope = head.slope(logits, inv_t)
             if ctx.kernel is not None:
                 assert grad_l is not None  # log-probs are the only output of this way
                 grad_logits = cross_entropy_kernel.grad_logits(ctx.kernel, logits, labels[part], grad_l)
             else:
-                log_p = _log_softmax(logits)
+                if log_p is None:
+                    log_p = _log_softmax(logits)
                 del logits  # so that at most two tensors of this size exist
-                grad_logits = _grad_logits(
+                grad_logits = _maybe_compiled(_grad_logits, ctx.compiled)(
                     log_p,
                     labels[part],
                     grad_l,
@@ -164,8 +176,22 @@ class _LinearLogProb(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None,) * 7,
+            *(None,) * 9,
         )
+
+
+@functools.cache
+def _maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True) if compiled else function
+
+
+def _distribution_sums(
+    log_p: Tensor, with_entropy: bool, with_squares: bool, *, in_place: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Entropies and sums of squared probabilities [chunk] of log_p [chunk, V], whose memory it may take."""
+    p = log_p.exp()
+    entropy = -(log_p.mul_(p) if in_place else log_p * p).sum(-1) if with_entropy else None
+    return entropy, p.mul_(p).sum(-1) if with_squares else None
 
 
 def _grad_logits(
@@ -200,6 +226,8 @@ def linear_log_probs(
     chunk: int | None = None,
     fused: bool = False,
     softcap: float | None = None,
+    recompute: bool = True,
+    compiled: bool = False,
 ) -> TokenStats:
     """log softmax(hidden W^T / T) at the labels, and what else is asked of that distribution.
 
@@ -215,6 +243,9 @@ def linear_log_probs(
         fused: let flash-attn's kernel make the log-probs where they are on a GPU, the package is there and nothing else
             is asked for (see `cross_entropy_kernel`).
         softcap: bound of the logits (`final_logit_softcapping`), applied before the temperature; in fp32.
+        recompute: compute logits again in the backward; False: keep the log-softmax of all rows until then, which saves
+            a matrix product and costs fp32 [N, V].
+        compiled: let torch.compile fuse what is done to the log-softmax.
 
     Returns:
         Log-probs and entropies are differentiable in hidden, weight and bias.
@@ -239,5 +270,8 @@ def linear_log_probs(
             rows,
             kernel,
             softcap,
+            # Inside of the function the grad mode is off, whatever it is here.
+            not recompute and torch.is_grad_enabled(),
+            compiled,
         )
     )

@@ -12,7 +12,6 @@ Invariants
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlflow.utils.attention_needs import AttentionCalls
@@ -36,29 +34,18 @@ from rlflow.workers.engine.fsdp.log_prob import TokenStats, chunk_rows, linear_l
 from rlflow.workers.engine.fsdp.lora import add_adapter
 from rlflow.workers.engine.fsdp.moe import RouterLoad
 from rlflow.workers.engine.fsdp.packed_attention import ATTENTION_NAME, LAYOUT_KWARG, register_attention
+from rlflow.workers.engine.fsdp.sharding import (
+    computes_as_stored,
+    mixed_precision_policy,
+    offloads_by_policy,
+    parse_dtype,
+    shard,
+)
+from rlflow.workers.engine.fsdp.sharding import reshard as reshard
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "hf_model."
-
-_DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-}
-
-
-def parse_dtype(name: str | torch.dtype, key: str) -> torch.dtype:
-    """The torch dtype of a config value; `ConfigError` names the key."""
-    if isinstance(name, torch.dtype):
-        return name
-    try:
-        return _DTYPES[str(name).removeprefix("torch.")]
-    except KeyError:
-        raise ConfigError(f"{key}={name!r} is no dtype; use one of {', '.join(_DTYPES)}") from None
 
 
 class PackedModel(nn.Module):
@@ -113,19 +100,24 @@ class PolicyModel(PackedModel):
     Args:
         causal_lm: a transformers causal LM that uses `packed_attention`.
         chunk_limit: most rows of logits to hold at once.
-        fused: let a GPU kernel make the log-probs where there is one (`linear_log_probs`).
+        chunked: False: hold them all, whatever the limit.
+        options: `fused`, `recompute`, `compiled` of `linear_log_probs`.
     """
 
-    def __init__(self, causal_lm: Any, chunk_limit: int | None = None, fused: bool = False) -> None:
+    def __init__(
+        self, causal_lm: Any, chunk_limit: int | None = None, *, chunked: bool = True, **options: bool
+    ) -> None:
         super().__init__(causal_lm)
         self.chunk_limit = chunk_limit
-        self.fused = fused
         self.softcap = final_softcap(causal_lm.config)
+        self.chunked = chunked
+        self.options = options
 
     def forward(self, inputs: ModelInputs, with_entropy: bool = False, with_sum_pi_squared: bool = False) -> TokenStats:
         """Log-probs of the labels, with entropies and sums of squared probabilities when asked for."""
         hidden = self.hidden_states(inputs)
         head = self.hf_model.get_output_embeddings()
+        vocab, rows = head.weight.shape[0], hidden.shape[0]
         return linear_log_probs(
             hidden,
             head.weight,
@@ -134,9 +126,9 @@ class PolicyModel(PackedModel):
             temperature=inputs.temperature,
             with_entropy=with_entropy,
             with_sum_pi_squared=with_sum_pi_squared,
-            chunk=chunk_rows(head.weight.shape[0], hidden.device, self.chunk_limit),
-            fused=self.fused,
+            chunk=chunk_rows(vocab, hidden.device, self.chunk_limit) if self.chunked else max(1, rows),
             softcap=self.softcap,
+            **self.options,
         )
 
 
@@ -216,15 +208,6 @@ def check_loaded(model: Any) -> Any:
     return model
 
 
-def shard_targets(hf_model: Any) -> list[nn.Module]:
-    """The transformer layers, each of which becomes one group of sharded parameters."""
-    names = set(getattr(hf_model, "_no_split_modules", None) or [])
-    layers = [module for module in hf_model.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ConfigError(f"{type(hf_model).__name__} names no layer class in _no_split_modules; nothing to shard by")
-    return layers
-
-
 def build_module(
     load: Callable[[torch.dtype, bool], PackedModel],
     model_config: Any,
@@ -255,54 +238,17 @@ def build_module(
         module.hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     full = {name: param.detach() for name, param in module.named_parameters()} if reader else {}
     one_dtype = len({param.dtype for param in module.parameters()}) == 1
-    if mesh.size() == 1 and one_dtype and computes_as_stored(module, engine_config, dtype):
+    in_place = one_dtype and computes_as_stored(engine_config, dtype, module.exact_parts)
+    if mesh.size() == 1 and in_place and not offloads_by_policy(engine_config, device.type):
         # Nothing to gather, reduce or cast: fully_shard would copy all weights and gradients in every step.
         module.to(device)
     else:
-        _shard(module, engine_config, mesh)
+        shard(module, engine_config, mesh)
     if dist.get_world_size() > 1:
         _scatter_weights(module, full, device)
     if engine_config.forward_only:
         module.requires_grad_(False)
     return module
-
-
-def computes_as_stored(module: PackedModel, engine_config: Any, dtype: torch.dtype) -> bool:
-    """Whether every part of a model stored in `dtype` computes in it."""
-    return mixed_precision_policy(engine_config).param_dtype is dtype and (
-        dtype is torch.float32 or not list(module.exact_parts)
-    )
-
-
-def _shard(module: PackedModel, engine_config: Any, mesh: DeviceMesh) -> None:
-    options: dict[str, Any] = {"mesh": mesh}
-    # A single rank gathers nothing: freeing "gathered" weights would only copy them once more in the backward.
-    options["reshard_after_forward"] = bool(engine_config.reshard_after_forward) and mesh.size() > 1
-    precision = mixed_precision_policy(engine_config)
-    exact = dataclasses.replace(precision, param_dtype=torch.float32)
-    for layer in shard_targets(module.hf_model):
-        fully_shard(layer, mp_policy=precision, **options)
-    for part in module.exact_parts:
-        fully_shard(part, mp_policy=exact, **options)
-    fully_shard(module, mp_policy=precision, **options)
-
-
-def mixed_precision_policy(engine_config: Any) -> MixedPrecisionPolicy:
-    """Compute and reduction precision: `mixed_precision` where given, else bf16 or fp32 by `dtype`, reduced in fp32.
-
-    Raises:
-        ConfigError: fp16, whose gradients would need a loss scale that this engine does not have.
-    """
-    given = dict(engine_config.mixed_precision or {})
-    param = parse_dtype(given.get("param_dtype", engine_config.dtype), "fsdp_config.dtype")
-    reduce = parse_dtype(given.get("reduce_dtype", "fp32"), "fsdp_config.mixed_precision.reduce_dtype")
-    if torch.float16 in (param, reduce):
-        raise ConfigError(
-            "float16 training needs loss scaling, which the FSDP engine does not do; use fsdp_config.dtype=bfloat16"
-        )
-    # Inputs need no cast: activations have the dtype of the embedding they start from. A cast would also copy the
-    # attention layout and round the temperatures that travel with it.
-    return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=False)
 
 
 def warn_if_bf16_is_slow(engine_config: Any, device: torch.device) -> None:
@@ -330,10 +276,3 @@ def _scatter_weights(module: PackedModel, full: dict[str, Tensor], device: torch
         source = full.pop(name).to(device) if full else torch.empty(param.shape, dtype=param.dtype, device=device)
         shard = distribute_tensor(source, param.device_mesh, param.placements, src_data_rank=0)
         param.to_local().copy_(shard.to_local())
-
-
-def reshard(module: nn.Module) -> None:
-    """Free gathered weights, so that parameters are the sharded ones again."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()

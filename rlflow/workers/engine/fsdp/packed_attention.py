@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from rlflow.utils.attention_needs import AttentionCalls
 from rlflow.utils.errors import ContractError
 from rlflow.utils.torch_functional import soft_capped_attention, windowed_mask
+from rlflow.workers.engine.fsdp.ulysses import over_sequence_ranks
 
 ATTENTION_NAME = "rlflow_packed"
 LAYOUT_KWARG = "attention_layout"
@@ -86,6 +87,7 @@ class AttentionLayout:
         cu_seqlens: int32 [rows + 1] for variable-length kernels; None when a prompt is shared.
         longest: length of the longest row, prefix included.
         calls: what attention was asked for with this layout; the model compares it with what its config means.
+        sequence_group: ranks over which the tokens are split outside of attention (see ulysses.py); None: this one.
     """
 
     dense: bool
@@ -94,6 +96,7 @@ class AttentionLayout:
     out_index: Tensor | None = None
     cu_seqlens: Tensor | None = None
     calls: AttentionCalls = field(default_factory=AttentionCalls, compare=False)
+    sequence_group: Any = None
 
     @staticmethod
     def padded(width: int, device: torch.device | str = "cpu") -> AttentionLayout:
@@ -225,6 +228,7 @@ class _GatherOut(torch.autograd.Function):
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad), None
 
 
+@over_sequence_ranks(LAYOUT_KWARG)
 def packed_attention(
     module: nn.Module,
     query: Tensor,

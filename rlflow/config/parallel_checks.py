@@ -1,0 +1,78 @@
+"""Checks of how ranks share weights, rows and tokens; and the number of parts that a batch is split into."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlflow.config.checks import TypedConfig
+
+ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+
+
+def split_over(config: Any, needs_ref: bool, needs_critic: bool) -> int:
+    """Parts of equally many rows that every engine of a run can take as they are.
+
+    Args:
+        config: the resolved tree.
+        needs_ref: there is a reference policy.
+        needs_critic: there is a critic.
+    """
+    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    engines = [config.actor_rollout_ref.actor.fsdp_config]
+    engines += [config.actor_rollout_ref.ref.fsdp_config] if needs_ref else []
+    engines += [config.critic.fsdp] if needs_critic else []
+    return math.lcm(*(max(1, ranks // engine.ulysses_sequence_parallel_size) for engine in engines))
+
+
+def check_parallel(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
+    """Ulysses, HSDP and offloading of every engine."""
+    engines: list[tuple[str, Any, Any, bool]] = [
+        (f"{ACTOR}.fsdp_config", c.actor.fsdp_config, c.actor, c.model.use_remove_padding)
+    ]
+    if c.needs_ref:
+        engines.append((f"{REF}.fsdp_config", c.ref.fsdp_config, c.ref, c.model.use_remove_padding))
+    if c.needs_critic:
+        engines.append(("critic.fsdp", c.critic.fsdp, c.critic, c.critic.model.use_remove_padding))
+    ranks = c.trainer.n_gpus_per_node * c.trainer.nnodes
+    for key, engine, role, packs in engines:
+        problems.extend(_sequence(key, engine, role, packs, ranks))
+        problems.extend(_shards(key, engine.fsdp_size, ranks))
+        if engine.grad_offload and not engine.param_offload:
+            problems.append(
+                f"{key}.grad_offload=true without param_offload: gradients live where their parameters are.\n"
+                f"    try:    {key}.param_offload=true"
+            )
+
+
+def _sequence(key: str, engine: Any, role: Any, packs: bool, ranks: int) -> list[str]:
+    size, outer = engine.ulysses_sequence_parallel_size, role.ulysses_sequence_parallel_size
+    name = f"{key}.ulysses_sequence_parallel_size"
+    if outer not in (1, size):
+        node = key.rpartition(".")[0]
+        return [
+            f"{node}.ulysses_sequence_parallel_size={outer} and {name}={size} differ.\n"
+            f"    try:    leave the second unset: it follows the first"
+        ]
+    if size < 1 or ranks % size:
+        fitting = max((n for n in range(1, ranks + 1) if ranks % n == 0 and n <= size), default=1)
+        return [f"{name}={size} does not divide the {ranks} ranks of the run.\n    try:    {name}={fitting}"]
+    if size > 1 and not packs:
+        role_name, model = (
+            ("critic", "critic.model") if key == "critic.fsdp" else ("actor/ref", "actor_rollout_ref.model")
+        )
+        return [
+            f"{name}={size}: When using sequence parallelism for {role_name}, you must enable `use_remove_padding`: "
+            f"packed rows are what is split.\n    try:    {model}.use_remove_padding=true"
+        ]
+    return []
+
+
+def _shards(key: str, size: int, ranks: int) -> list[str]:
+    if size == -1 or size >= ranks or (size > 0 and ranks % size == 0):
+        return []
+    fitting = max((n for n in range(1, ranks + 1) if ranks % n == 0 and n <= size), default=-1)
+    return [
+        f"{key}.fsdp_size={size} does not divide the {ranks} ranks of the run.\n    try:    {key}.fsdp_size={fitting}"
+    ]
