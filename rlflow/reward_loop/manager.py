@@ -69,7 +69,8 @@ class RewardLoopManager:
         self._workers: list[Any] = []
         self._colocated = is_colocated(config)
         self.reward_model = _launch_reward_model(config, rm_resource_pool)
-        client = None if self.reward_model is None else self.reward_model.get_client()
+        # As bytes: an argument that holds handles would lie in the object store, and a worker is started again from it.
+        client = None if self.reward_model is None else ray.cloudpickle.dumps(self.reward_model.get_client())
         worker: Any = ray.remote(RewardLoopWorker)
         run = uuid.uuid4().hex[:8]
         self._workers = [

@@ -17,6 +17,7 @@ from typing import Any
 from rlflow.config import HFModelConfig
 from rlflow.reward_loop.reward_model_client import RETRY_PAUSE_S, RewardModelClient
 from rlflow.single_controller.ray import split_resource_pool
+from rlflow.utils.errors import ConfigError
 from rlflow.utils.ray_utils import auto_await
 from rlflow.workers.rollout.base import RolloutError
 from rlflow.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
@@ -45,6 +46,8 @@ class RewardModelManager:
         Raises:
             ConfigError: the model cannot score, or its tokenizer has no chat template.
         """
+        from ray.exceptions import RayTaskError
+
         rollout = self.config.rollout.copy()
         if self._deterministic:
             rollout.max_num_seqs = 1  # the last bits of a score depend on the rows beside it
@@ -63,8 +66,10 @@ class RewardModelManager:
         ]
         try:
             await asyncio.gather(*starts)
-        except BaseException:
+        except BaseException as error:
             await asyncio.gather(*(replica.shutdown() for replica in replicas), return_exceptions=True)
+            if isinstance(error, RayTaskError) and isinstance(error.cause, ConfigError):
+                raise error.cause from None
             raise
         self.rollout_replicas = replicas
         logger.info("%d replicas of the reward model %s", len(replicas), self.config.model_path)

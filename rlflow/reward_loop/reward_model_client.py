@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-from rlflow.utils.errors import DeadlineError
+from rlflow.utils.errors import DeadlineError, RlflowError
 from rlflow.utils.ray_utils import ray_await
 from rlflow.workers.rollout.base import RolloutError
 
@@ -76,9 +76,15 @@ class RewardModelClient:
                 away.add(index)
 
     async def _ask(self, index: int, conversation: Conversation, timeout_s: float) -> float:
+        from ray.exceptions import RayTaskError
+
         self._load[index] += 1
         try:
             call = self._servers[index].score.remote(conversation, timeout_s)
             return float(await ray_await(call, what="the reward model", timeout_s=timeout_s + GRACE_S))
+        except RayTaskError as error:
+            if isinstance(error.cause, RlflowError):
+                raise error.cause from None  # its text without the server's traceback is a reason
+            raise RolloutError(f"server {index} of the reward model failed: {error.cause}") from error
         finally:
             self._load[index] -= 1

@@ -46,8 +46,8 @@ class RewardLoopWorker:
         spec: the reward function.
         timeout_s: seconds one call of it may take.
         processes: scorer processes of this worker.
-        reward_model: asks the reward model; None without one. It scores where no function is named; a function or a
-            manager of the user's may ask it through `reward_router_address`.
+        reward_model: pickled client of the reward model; None without one. The model scores where no function is named;
+            a function or a manager of the user's may ask it through `reward_router_address`.
     """
 
     def __init__(
@@ -56,16 +56,21 @@ class RewardLoopWorker:
         spec: ScorerSpec,
         timeout_s: float,
         processes: int,
-        reward_model: RewardModelClient | None = None,
+        reward_model: bytes | None = None,
     ) -> None:
         from omegaconf import OmegaConf
+        from ray import cloudpickle
 
         protect_process(config)
         self._config = config
         self._spec = spec
-        self._reward_model = reward_model
+        self._reward_model: RewardModelClient | None = None
+        self._timeout_s = timeout_s
         self._model_scores = reward_model is not None and _nobody_else_scores(config, spec)
-        self._timeout_s = reward_model.timeout_s if reward_model and self._model_scores else timeout_s
+        if reward_model is not None:
+            self._reward_model = cloudpickle.loads(reward_model)
+        if self._reward_model is not None and self._model_scores:
+            self._timeout_s = self._reward_model.timeout_s
         self._router: RewardRouter | None = None
         self._n_processes = processes
         self._load_timeout_s = float(OmegaConf.select(config, "reward.load_timeout_s", default=LOAD_TIMEOUT_S))

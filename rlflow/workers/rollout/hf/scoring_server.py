@@ -33,15 +33,23 @@ class HFScoringServer:
         import torch
 
         from rlflow.utils.device import get_device
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+        self._config, self._rank, self._device = rollout_config, replica_rank, get_device()
+        self._problem: ConfigError | None = None
+        try:
+            self._load(model_config)
+        except ConfigError as error:  # Ray would hide it in the death of the actor
+            self._problem = error
+
+    def _load(self, model_config: Any) -> None:
         from rlflow.utils.tokenizer import hf_tokenizer
         from rlflow.workers.rollout.hf.classifier import load_classifier
         from rlflow.workers.rollout.hf.score_queue import ScoreQueue
 
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
-        self._config, self._rank, self._device = rollout_config, replica_rank, get_device()
         # In a thread that ends, so that its pool of OpenMP threads ends too.
         with ThreadPoolExecutor(max_workers=1) as pool:
-            self._model = pool.submit(load_classifier, model_config, rollout_config, self._device).result()
+            self._model = pool.submit(load_classifier, model_config, self._config, self._device).result()
         self._tokenizer = hf_tokenizer(model_config.tokenizer_source, correct_pad_token=False)
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError(
@@ -54,11 +62,15 @@ class HFScoringServer:
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self._max_tokens = self._longest()
         self._queue = ScoreQueue(
-            self._model.score, int(rollout_config.max_num_seqs), int(rollout_config.max_num_batched_tokens)
+            self._model.score, int(self._config.max_num_seqs), int(self._config.max_num_batched_tokens)
         )
 
     async def ready(self) -> dict[str, Any]:
-        """Answers once the model is built: {"pid", "max_model_len", "dtype"}."""
+        """Answers once the model is built: {"pid", "max_model_len", "dtype"}; raises the `ConfigError` of one that
+        cannot be.
+        """
+        if self._problem is not None:
+            raise self._problem
         return {"pid": os.getpid(), "max_model_len": self._max_tokens, "dtype": str(self._model.dtype)}
 
     async def score(self, conversation: Sequence[Mapping[str, Any]] | str, timeout_s: float | None = None) -> float:
