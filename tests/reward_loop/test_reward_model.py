@@ -174,9 +174,7 @@ def test_the_router_answers_in_http():
     asyncio.run(run())
 
 
-def test_a_model_that_cannot_score_says_why_when_it_is_asked_to_be_ready(
-    tiny_model_dir, tiny_reward_model_dir, tmp_path
-):
+def test_what_cannot_score_says_why_when_asked_to_be_ready(tiny_model_dir, tiny_reward_model_dir, tmp_path):
     rollout = config(tiny_model_dir, pool=True).reward.reward_model.rollout
     with pytest.raises(ConfigError, match="no classification head"):
         asyncio.run(HFScoringServer(rollout, HFModelConfig(path=str(tiny_model_dir)), 0).ready())
