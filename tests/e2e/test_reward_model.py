@@ -1,4 +1,4 @@
-"""Whole runs with a reward model: on its own pool, and colocated behind a function that asks it."""
+"""Whole runs with a reward model: every role on devices of its own, and colocated behind a function that asks it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import rlflow.transfer_queue as tq
+from rlflow.trainer.ppo.trainer_sync import PPOTrainerSync
 
 ASKING = """
 import json, urllib.request
@@ -44,8 +48,6 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 def model_scores(path: Path, dumped: list[dict[str, Any]]) -> list[float]:
     """A plain transformers forward over the conversation of each dumped row."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
     scores = []
@@ -58,34 +60,63 @@ def model_scores(path: Path, dumped: list[dict[str, Any]]) -> list[float]:
     return scores
 
 
+NAMES = ("input_ids", "responses", "ref_log_prob")
+
+
+class Watcher(PPOTrainerSync):
+    """Keeps what the reference said in each step, and about which tokens."""
+
+    seen: list[Any]
+
+    def _compute_ref_log_prob(self, batch: Any, metrics: Any) -> Any:
+        batch = super()._compute_ref_log_prob(batch, metrics)
+        self.seen.append(tq.kv_batch_get(batch.keys, "train", list(NAMES)))
+        return batch
+
+
 @pytest.mark.timeout(200)
-def test_a_model_on_its_own_pool_scores_sessions_and_validation(
+def test_reward_model_and_reference_on_devices_of_their_own(
     run_trainer: Callable[..., Any],
     overrides: list[str],
     read_metrics: Callable[[], list[dict[str, Any]]],
+    tiny_model_dir: Path,
     tiny_reward_model_dir: Path,
     tmp_path: Path,
 ) -> None:
+    Watcher.seen = []
     run_trainer(
         [
             *overrides,
             "reward.reward_model.enable_resource_pool=true",
             "reward.reward_model.n_gpus_per_node=1",
             "reward.reward_model.nnodes=1",
-            "trainer.total_training_steps=1",
-            "trainer.test_freq=1",
-        ]
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            "actor_rollout_ref.ref.enable_resource_pool=true",
+            "actor_rollout_ref.ref.n_gpus_per_node=2",
+            "actor_rollout_ref.ref.nnodes=1",
+            "trainer.test_freq=2",
+        ],
+        Watcher,
     )
-    for folder, count in (("train", 6), ("val", 3)):
-        dumped = rows(tmp_path / folder / "1.jsonl")
+    for folder, step, count in (("train", 1, 6), ("train", 2, 6), ("val", 2, 3)):
+        dumped = rows(tmp_path / folder / f"{step}.jsonl")
         assert len(dumped) == count
         expected = model_scores(tiny_reward_model_dir, dumped)
         assert [row["score"] for row in dumped] == pytest.approx(expected, rel=1e-4, abs=1e-4)
-    [line] = read_metrics()
-    means = torch.tensor([row["score"] for row in rows(tmp_path / "train" / "1.jsonl")]).mean().item()
-    assert line["data"]["critic/score/mean"] == pytest.approx(means, rel=1e-4)
-    assert line["data"]["actor/grad_norm"] > 0 and "timing_s/reward" not in line["data"]
-    assert line["data"]["training/reward/invalid"] == 0
+    first, second = (line["data"] for line in read_metrics())
+    mean = torch.tensor([row["score"] for row in rows(tmp_path / "train" / "1.jsonl")]).mean().item()
+    assert first["critic/score/mean"] == pytest.approx(mean, rel=1e-4)
+    assert first["actor/grad_norm"] > 0 and "timing_s/reward" not in first
+    assert first["training/reward/invalid"] == 0
+    # The reference starts as the policy, and stays when the policy has moved.
+    assert first["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and second["actor/kl_loss"] > 1e-6
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    for step in Watcher.seen:
+        for ids, response, found in zip(*(step[name].unbind() for name in NAMES), strict=True):
+            with torch.no_grad():
+                log_probs = reference(ids[None]).logits[0].log_softmax(-1)
+            told = log_probs[-len(response) - 1 : -1].gather(1, response[:, None])[:, 0]
+            torch.testing.assert_close(found, told, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.timeout(300)

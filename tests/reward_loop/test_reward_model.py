@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from rlflow.config import HFModelConfig
 from rlflow.config.reward import RewardConfig
-from rlflow.reward_loop import Invalid, RewardInput, RewardLoopManager, Score
+from rlflow.reward_loop import Invalid, RewardInput, RewardLoopManager
 from rlflow.reward_loop.router import RewardRouter
 from rlflow.utils.errors import ConfigError, ContractError
 from rlflow.utils.ray_utils import ray_get, run_coroutine
@@ -92,7 +92,8 @@ def test_a_model_on_its_own_pool_scores_at_any_time_and_survives_a_kill(ray_clus
         texts = ["2", "three", "it is 2"]
         result = scores(manager, *map(data, texts), data("x" * 90), data("2", raw_prompt=None))
         for text, score in zip(texts, result[:3], strict=True):
-            assert score == Score(expected(tiny_reward_model_dir, text), {})
+            assert score.value == expected(tiny_reward_model_dir, text)
+            assert score.extra_info == {"score": score.value}
         assert isinstance(result[3], Invalid) and "more than 80" in result[3].reason
         assert isinstance(result[4], Invalid) and "raw_prompt" in result[4].reason
         assert manager.status()[0]["scorer_pids"] == [], "a model needs no scorer process"

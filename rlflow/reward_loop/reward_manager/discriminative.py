@@ -26,4 +26,5 @@ class DiscriminativeRewardManager(RewardManagerBase):
             score = await self.compute_score([*(dict(message) for message in messages), answer])
         except RlflowError as error:
             raise InvalidRewardError(f"reward model: {error}") from error
-        return {"reward_score": score, "reward_extra_info": {}}
+        # Also beside the score, where filters of groups and validation look for numbers by name.
+        return {"reward_score": score, "reward_extra_info": {"score": score}}
