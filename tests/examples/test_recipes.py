@@ -131,6 +131,7 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("rlflow_data")
     for script, *options in (
         ("models/make_tiny.py", "--out", root / "models" / "tiny"),
+        ("models/make_tiny.py", "--reward", "--out", root / "models" / "tiny-reward"),
         ("data_preprocess/sums.py", "--local_save_dir", root / "data" / "sums"),
     ):
         command = [sys.executable, str(EXAMPLES / script), *map(str, options)]
