@@ -1,8 +1,8 @@
 """The stage "reward": a reward model that shares the devices of training scores a sampled batch.
 
 The rollout is asleep meanwhile; the model takes the devices and gives them back. What agent loops do where reward
-workers score sessions is done here for rows that are stored already: a session's last output is scored, its other
-outputs get the same score, and rows without a valid reward are masked.
+workers score sessions is done here for rows that are stored already: a session's last output is scored unless its loop
+did that itself, its other outputs get the same score, and rows without a valid reward are masked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 import rlflow.transfer_queue as tq
 from rlflow.agent_loop.output import score_position
-from rlflow.reward_loop.result import Invalid, RewardInput, RewardResult
+from rlflow.reward_loop.result import Invalid, RewardInput, RewardResult, Score
 from rlflow.trainer.ppo.batching import partition_of
 from rlflow.trainer.ppo.dumps import column
 from rlflow.trainer.ppo.replay_buffer import final_outputs, session_of
@@ -39,17 +39,12 @@ def score_batch(trainer: PPOTrainer, batch: KVBatchMeta) -> KVBatchMeta:
     data = tq.kv_batch_get(batch.keys, partition, names, missing_ok=OPTIONAL_READS)
     columns: dict[str, list[Any]] = {name: list(data[name].unbind()) for name in TENSORS}
     columns |= {name: column(data, name, len(batch)) for name in names if name not in TENSORS}
-    finals = final_outputs(batch.keys)
-    tokenizer = trainer.runtime.tokenizer
-    inputs = [
-        _input(tokenizer, batch.keys[row], {name: values[row] for name, values in columns.items()}) for row in finals
-    ]
-    results = trainer.runtime.reward_manager.compute_rm_score(inputs)
-    result_of = {session_of(batch.keys[row])[:2]: result for row, result in zip(finals, results, strict=True)}
+    columns["extra_fields"] = [extras or {} for extras in columns["extra_fields"]]
+    results = _results(trainer, batch, columns)
     rows, tags = [], []
     for key, mask, extras in zip(batch.keys, columns["response_mask"], columns["extra_fields"], strict=True):
-        result = result_of[session_of(key)[:2]]
-        rows.append(_scored(mask, extras or {}, result))
+        result = results[session_of(key)[:2]]
+        rows.append(_scored(mask, extras, result))
         tags.append({"invalid": result.reason} if isinstance(result, Invalid) else {})
     tq.kv_batch_put(batch.keys, partition, fields=tu.list_of_dict_to_tensordict(rows), tags=tags)
     return KVBatchMeta(
@@ -59,6 +54,31 @@ def score_batch(trainer: PPOTrainer, batch: KVBatchMeta) -> KVBatchMeta:
         fields=batch.fields,
         extra_info=batch.extra_info,
     )
+
+
+def _results(
+    trainer: PPOTrainer, batch: KVBatchMeta, columns: dict[str, list[Any]]
+) -> dict[tuple[str, int], RewardResult]:
+    """Result by session (uid, number): of its last output. What its agent loop said itself stands."""
+    results: dict[tuple[str, int], RewardResult] = {}
+    asked: list[int] = []
+    for row in final_outputs(batch.keys):
+        tag, session = batch.tags[row], session_of(batch.keys[row])[:2]
+        if tag.get("invalid"):
+            results[session] = Invalid(tag["invalid"])
+        elif tag.get("own_score") is not None:
+            info = columns["extra_fields"][row].get("reward_extra_info") or {}
+            results[session] = Score(float(tag["own_score"]), info)
+        else:
+            asked.append(row)
+    if asked:
+        tokenizer = trainer.runtime.tokenizer
+        inputs = [
+            _input(tokenizer, batch.keys[row], {name: values[row] for name, values in columns.items()}) for row in asked
+        ]
+        scores = trainer.runtime.reward_manager.compute_rm_score(inputs)
+        results |= {session_of(batch.keys[row])[:2]: score for row, score in zip(asked, scores, strict=True)}
+    return results
 
 
 def _input(tokenizer: Any, key: str, row: dict[str, Any]) -> RewardInput:
@@ -75,7 +95,7 @@ def _input(tokenizer: Any, key: str, row: dict[str, Any]) -> RewardInput:
             "uid": uid,
             "session_id": session_id,
             "__num_turns__": row["num_turns"],
-            "tool_extra_fields": row["extra_fields"] or {},
+            "tool_extra_fields": row["extra_fields"],
             "prompt_len": len(prompt_ids),
             "response_len": len(response_ids),
         },
