@@ -13,6 +13,8 @@ import urllib.request
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlflow.config import HFModelConfig
 from rlflow.config.reward import RewardConfig
@@ -58,8 +60,6 @@ def data(text, **columns):
 
 def expected(path, text):
     """A plain transformers forward over the rendered conversation."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
     rendered = AutoTokenizer.from_pretrained(path).apply_chat_template(
         [*PROMPT, {"role": "assistant", "content": text}], tokenize=False
@@ -183,3 +183,37 @@ def test_what_cannot_score_says_why_when_asked_to_be_ready(tiny_model_dir, tiny_
     (mute / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="has no chat template"):
         asyncio.run(HFScoringServer(rollout, HFModelConfig(path=str(mute)), 0).ready())
+
+
+def test_a_bos_that_template_and_tokenizer_both_put_in_front_is_there_once(tiny_reward_model_dir, tmp_path):
+    folder = shutil.copytree(tiny_reward_model_dir, tmp_path / "bos")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder)("ab")["input_ids"][0] == 1
+    rollout = config(folder, pool=True).reward.reward_model.rollout
+    server = HFScoringServer(rollout, HFModelConfig(path=str(folder)), 0)
+
+    async def score(conversation):
+        return await server.score(conversation)
+
+    answered = asyncio.run(score([*PROMPT, {"role": "assistant", "content": "2"}]))
+    assert answered == expected(tiny_reward_model_dir, "2")
+
+
+@pytest.mark.gpu
+def test_on_a_device_sleep_moves_the_weights_away_and_scores_stay(tiny_reward_model_dir, monkeypatch):
+    monkeypatch.setenv("RLFLOW_DEVICE", "cuda")
+    rollout = config(tiny_reward_model_dir, pool=False).reward.reward_model.rollout
+    server = HFScoringServer(rollout, HFModelConfig(path=str(tiny_reward_model_dir)), 0)
+    conversation = [*PROMPT, {"role": "assistant", "content": "2"}]
+
+    async def run():
+        before = await server.score(conversation)
+        held = torch.cuda.memory_allocated()
+        await server.sleep()
+        assert torch.cuda.memory_allocated() < held
+        await server.wake_up()
+        assert await server.score(conversation) == before == expected(tiny_reward_model_dir, "2")
+
+    asyncio.run(run())
