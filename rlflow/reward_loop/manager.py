@@ -15,7 +15,7 @@ from rlflow.reward_loop.client import RewardWorkerClient
 from rlflow.reward_loop.result import RewardInput, RewardResult
 from rlflow.reward_loop.scorer import scorer_spec
 from rlflow.reward_loop.worker import RewardLoopWorker
-from rlflow.utils.errors import ConfigError, ContractError
+from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 from rlflow.utils.ray_utils import ray_get, run_coroutine
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ MAX_CONCURRENT_CALLS = 10_000
 STATUS_TIMEOUT_S = 10.0
 # Of the worker processes themselves, on a busy machine; importing the function has reward.load_timeout_s.
 START_TIMEOUT_S = 180.0
+# Where no configuration says it.
+BATCH_TIMEOUT_S = 3600.0
 
 
 class RewardLoopManager:
@@ -68,6 +70,7 @@ class RewardLoopManager:
         spec = scorer_spec(config)
         self._workers: list[Any] = []
         self._colocated = is_colocated(config)
+        self._batch_timeout_s = float(OmegaConf.select(config, "trainer.call_timeout_s") or BATCH_TIMEOUT_S)
         self.reward_model = _launch_reward_model(config, rm_resource_pool)
         # As bytes: an argument that holds handles would lie in the object store, and a worker is started again from it.
         client = None if self.reward_model is None else ray.cloudpickle.dumps(self.reward_model.get_client())
@@ -114,10 +117,11 @@ class RewardLoopManager:
     def compute_rm_score(self, data: Sequence[RewardInput]) -> list[RewardResult]:
         """Scores of trajectories from a colocated reward model, which has the devices meanwhile; in their order.
 
-        Each is bounded by the deadlines of its worker.
+        Each is bounded by the deadlines of its worker, all of them by `trainer.call_timeout_s`.
 
         Raises:
             ContractError: there is no colocated reward model.
+            DeadlineError: a reward worker hangs.
             RolloutError: a server of the model is dead.
         """
         if self.reward_model is None or not self._colocated:
@@ -127,7 +131,14 @@ class RewardLoopManager:
         client = RewardWorkerClient(self._workers)
 
         async def score_all() -> list[RewardResult]:
-            return list(await asyncio.gather(*(client.score(item) for item in data)))
+            try:
+                async with asyncio.timeout(self._batch_timeout_s):
+                    return list(await asyncio.gather(*(client.score(item) for item in data)))
+            except TimeoutError as error:
+                raise DeadlineError(
+                    f"the reward workers did not score {len(data)} trajectories within trainer.call_timeout_s="
+                    f"{self._batch_timeout_s:.0f} s"
+                ) from error
 
         self.reward_model.wake_up()
         try:
@@ -138,8 +149,6 @@ class RewardLoopManager:
     def status(self) -> list[dict[str, Any]]:
         """One dict per worker: its counters, or `{"dead": reason}`."""
         from ray.exceptions import RayActorError
-
-        from rlflow.utils.errors import DeadlineError
 
         refs = [handle.status.remote() for handle in self._workers]
         states: list[dict[str, Any]] = []
