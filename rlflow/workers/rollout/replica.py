@@ -95,6 +95,11 @@ class RolloutReplica(ABC):
         return int(config.tensor_model_parallel_size * config.data_parallel_size * config.pipeline_model_parallel_size)
 
     @property
+    def kind(self) -> str:
+        """What it is called in messages."""
+        return "reward model" if self.is_reward_model else "rollout"
+
+    @property
     def server_handle(self) -> Any:
         """The server that answers `generate`; `ContractError` before the launch."""
         if self._server_handle is None:
@@ -184,8 +189,7 @@ class RolloutReplica(ABC):
     async def _all(self, method: str, *args: Any) -> list[Any]:
         from ray.exceptions import RayActorError
 
-        kind = "reward model" if self.is_reward_model else "rollout"
-        what = f"{method} on {kind} replica {self.replica_rank}"
+        what = f"{method} on {self.kind} replica {self.replica_rank}"
         calls = [
             ray_await(getattr(server, method).remote(*args), what=what, timeout_s=CALL_TIMEOUT_S)
             for server in self.servers
@@ -194,7 +198,7 @@ class RolloutReplica(ABC):
             return list(await asyncio.gather(*calls))
         except RayActorError as error:
             raise RolloutError(
-                f"{kind.capitalize()} replica {self.replica_rank} died before or during {method}: {error}"
+                f"{self.kind.capitalize()} replica {self.replica_rank} died before or during {method}: {error}"
             ) from error
 
 

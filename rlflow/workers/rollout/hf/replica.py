@@ -40,9 +40,9 @@ class HFReplica(RolloutReplica):
             **self._more_options(),
         ).remote(self.config, self.model_config, self.replica_rank, self.replicas_on_node)
         facts = await ray_await(
-            server.ready.remote(), what=f"rollout replica {self.replica_rank} to start", timeout_s=LAUNCH_TIMEOUT_S
+            server.ready.remote(), what=f"{self.kind} replica {self.replica_rank} to start", timeout_s=LAUNCH_TIMEOUT_S
         )
-        logger.info("rollout replica %d: %s", self.replica_rank, facts)
+        logger.info("%s replica %d: %s", self.kind, self.replica_rank, facts)
         self.servers, self._server_handle, self.pids = [server], server, [facts["pid"]]
 
     def _server_class(self) -> type:
