@@ -76,3 +76,33 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+REWARD_TEMPLATE = "{% for m in messages %}<s>[{{ m['role'] }}] {{ m['content'] }}</s>{% endfor %}"
+
+
+@pytest.fixture(scope="session")
+def tiny_reward_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random classifier of one label (2-layer Qwen2), the policy's alphabet and an own template."""
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("tiny_reward_model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.chat_template = REWARD_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        num_labels=1,
+        initializer_range=0.3,
+    )
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    return folder

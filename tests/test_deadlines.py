@@ -18,11 +18,11 @@ PACKAGE = Path(rlflow.__file__).parent
 
 # file::function -> why this wait may be without a deadline of its own.
 ALLOWED = {
-    "agent_loop/scoring.py::RewardClient.score": "the session holds the deadline (session_timeout_s)",
     "agent_loop/session.py::within_deadline": "the task is done",
     "observe/tracking/guard.py::Background._work": "its own thread, waiting for work; who waits for it has a limit",
     "reward_loop/child.py::Channel.start_guard": "the guard lives until its worker's pipe closes; that is its purpose",
     "reward_loop/child.py::serve_async": "waits for the worker's next request or for the end of its pipe",
+    "reward_loop/client.py::RewardWorkerClient.score": "a session or a batch (call_timeout_s) holds the deadline",
     "reward_loop/pool.py::ScorerPool.call": "a place in the queue; every call before it is bounded by reward.timeout_s",
     "reward_loop/pool.py::ScorerPool._call_alone": "as above",
     "reward_loop/process.py::ScorerProcess._end": "inside asyncio.timeout",
@@ -31,6 +31,9 @@ ALLOWED = {
     "single_controller/base/decorator.py::_resolve": "a call's future; it has the group's call_timeout_s",
     "transfer_queue/runtime.py::LoopThread.run": "the calls in the coroutine have rpc_timeout_s",
     "utils/ray_utils.py::run_coroutine": "the calls in the coroutine have deadlines",
+    "workers/rollout/hf/score_queue.py::ScoreQueue._run": "its own task, waiting for work; each request has a deadline",
+    "workers/rollout/hf/score_queue.py::ScoreQueue.close": "one forward; who calls the server has CALL_TIMEOUT_S",
+    "workers/rollout/hf/scoring_server.py::HFScoringServer._load": "loading the model; the launcher waits as below",
     "workers/rollout/hf/server.py::HFServer.__init__": "loading the model; the launcher waits LAUNCH_TIMEOUT_S for it",
 }
 

@@ -3,6 +3,7 @@
 
     python examples/models/make_tiny.py --out ~/models/tiny
     python examples/models/make_tiny.py --out ~/models/tiny-qwen3 --family qwen3 --untied
+    python examples/models/make_tiny.py --out ~/models/tiny-reward --reward
 
 The model knows nothing: it is for tests, smoke runs and debugging, where only the machinery counts. Its tokenizer has a
 token for each byte and a chat template, so that any text can be asked. The same options give the same weights.
@@ -80,6 +81,9 @@ def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
         initializer_range=0.2,
     )
     torch.manual_seed(args.seed)
+    if args.reward:
+        config.num_labels = 1
+        return getattr(transformers, f"{name}ForSequenceClassification")(config)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -100,6 +104,7 @@ def make(args: argparse.Namespace) -> bool:
     if args.hidden_size % 8:
         raise UserError(f"--hidden-size {args.hidden_size} must be a multiple of 8: 4 heads of an even width")
     options = {key: getattr(args, key) for key in ("family", "layers", "hidden_size", "untied", "seed")}
+    options |= {"reward": True} if args.reward else {}
     source = {"format": FORMAT_VERSION, "made_by": "make_tiny", **options}
     if is_made_by(out, source):
         return False
@@ -138,6 +143,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, default=2, help="default %(default)s")
     parser.add_argument("--hidden-size", type=positive, default=64, help="default %(default)s")
     parser.add_argument("--untied", action="store_true", help="an output head of its own, not the input embedding")
+    parser.add_argument("--reward", action="store_true", help="a reward model: a classifier of one label")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default %(default)s)")
     return parser.parse_args(argv)
 

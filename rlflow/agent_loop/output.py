@@ -87,10 +87,14 @@ class AgentLoopOutput(BaseModel):
         if self.reward_score is not None:
             scores = torch.zeros(len(self.response_ids), dtype=torch.float32)
             if self.response_ids:
-                scores[self._score_position()] = self.reward_score
+                scores[score_position(self.response_mask)] = self.reward_score
             fields["rm_scores"] = scores
         return fields
 
-    def _score_position(self) -> int:
-        written = [i for i, mask in enumerate(self.response_mask) if mask]
-        return written[-1] if written else len(self.response_ids) - 1
+
+def score_position(response_mask: list[int]) -> int:
+    """Where a score stands in a response of at least one token: on the last one that the model wrote, else at the
+    end.
+    """
+    written = [i for i, mask in enumerate(response_mask) if mask]
+    return written[-1] if written else len(response_mask) - 1

@@ -52,6 +52,7 @@ def build_rows(
     with_log_probs: bool,
     with_scores: bool,
     invalid: str | None,
+    scored_later: bool = False,
 ) -> StoredRows:
     """Rows, keys and tags of a session's outputs (at least one).
 
@@ -63,6 +64,8 @@ def build_rows(
         with_log_probs: write rollout_log_probs; every output must have them.
         with_scores: write rm_scores; zeros where an output has no score.
         invalid: why the reward is invalid, None for a good one.
+        scored_later: nobody scores sessions; a score that the loop set itself is noted in the tag (`own_score`), for
+            whoever scores the rows.
 
     Raises:
         ContractError: log-probs are wanted and an output has none.
@@ -77,14 +80,14 @@ def build_rows(
         fields |= {column: row.get(column) for column in PROMPT_COLUMNS}
         fields["extra_fields"] = {**_extra_fields(output, session, global_steps, invalid), "session_facts": facts}
         rows.append(fields)
-    return StoredRows(
-        keys=[f"{session.name}_{index}" for index in range(len(outputs))],
-        fields=tu.list_of_dict_to_tensordict(rows),
-        tags=[
-            _tag(output, fields["extra_fields"], global_steps, invalid)
-            for output, fields in zip(outputs, rows, strict=True)
-        ],
-    )
+    tags = [
+        _tag(output, fields["extra_fields"], global_steps, invalid)
+        for output, fields in zip(outputs, rows, strict=True)
+    ]
+    if scored_later and outputs[-1].reward_score is not None:
+        tags = [{**tag, "own_score": outputs[-1].reward_score} for tag in tags]
+    keys = [f"{session.name}_{index}" for index in range(len(outputs))]
+    return StoredRows(keys, fields=tu.list_of_dict_to_tensordict(rows), tags=tags)
 
 
 def _tensor_fields(

@@ -1,9 +1,7 @@
-"""Scores of finished sessions, from the reward worker with the fewest calls of this process."""
+"""Scores of finished sessions, from the reward workers."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 from collections.abc import Sequence
 from time import monotonic
@@ -12,13 +10,8 @@ from typing import Any
 from rlflow.agent_loop.output import AgentLoopOutput
 from rlflow.agent_loop.session import Session
 from rlflow.agent_loop.template_cache import in_tokenizer_thread
-from rlflow.reward_loop.result import Invalid, RewardInput, RewardResult, one_line
-from rlflow.utils.ray_utils import ray_await
-
-logger = logging.getLogger(__name__)
-
-ATTEMPTS = 4
-RETRY_PAUSE_S = 1.0
+from rlflow.reward_loop.client import RewardWorkerClient
+from rlflow.reward_loop.result import Invalid, RewardInput
 
 
 class RewardClient:
@@ -30,12 +23,11 @@ class RewardClient:
     """
 
     def __init__(self, handles: Sequence[Any], tokenizer: Any) -> None:
-        self._handles = list(handles)
+        self._workers = RewardWorkerClient(handles)
         self._tokenizer = tokenizer
-        self._load = [0] * len(self._handles)
 
     def __bool__(self) -> bool:
-        return bool(self._handles)
+        return bool(self._workers)
 
     async def score_session(
         self, outputs: Sequence[AgentLoopOutput], row: dict[str, Any], session: Session
@@ -48,9 +40,9 @@ class RewardClient:
             None, or why there is no score: the whole session is to be masked.
         """
         last = outputs[-1]
-        if last.reward_score is None and self._handles:
+        if last.reward_score is None and self._workers:
             started = monotonic()
-            result = await self.score(await self._input(last, row, session))
+            result = await self._workers.score(await self._input(last, row, session))
             last.metrics.compute_score = monotonic() - started
             if isinstance(result, Invalid):
                 last.extra_fields["reward_extra_info"] = {}
@@ -65,33 +57,6 @@ class RewardClient:
                 earlier.reward_score = last.reward_score
                 earlier.extra_fields["reward_extra_info"] = dict(info)
         return None
-
-    async def score(self, data: RewardInput) -> RewardResult:
-        """Score one trajectory. A dead worker's call goes to another one; only when all fail it is `Invalid`."""
-        from ray.exceptions import RayActorError, RayError
-
-        failure: BaseException | None = None
-        failed: set[int] = set()
-        for attempt in range(ATTEMPTS):
-            if attempt and len(failed) == len(self._handles):
-                await asyncio.sleep(RETRY_PAUSE_S * attempt)  # Ray restarts them meanwhile
-                failed.clear()
-            index = min((i for i in range(len(self._handles)) if i not in failed), key=self._load.__getitem__)
-            self._load[index] += 1
-            try:
-                # The session holds the deadline; the worker holds the scorer's.
-                return await ray_await(
-                    self._handles[index].compute_score.remote(data), what=f"reward worker {index}", timeout_s=None
-                )
-            except RayActorError as error:
-                failure = error
-                failed.add(index)
-                logger.warning("reward worker %d died or is away (attempt %d of %d)", index, attempt + 1, ATTEMPTS)
-            except RayError as error:
-                return Invalid(one_line(f"the reward worker raised {error}"))
-            finally:
-                self._load[index] -= 1
-        return Invalid(one_line(f"no reward worker answers: {failure}"))
 
     async def _input(self, output: AgentLoopOutput, row: dict[str, Any], session: Session) -> RewardInput:
         ids = output.response_ids

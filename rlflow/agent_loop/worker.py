@@ -194,6 +194,7 @@ class AgentLoopWorkerTQ:
             with_log_probs=self._settings.rollout.calculate_log_probs,
             with_scores=bool(self._rewards) or outputs[-1].reward_score is not None,
             invalid=invalid,
+            scored_later=not self._rewards,
         )
         if not session.abandoned:
             await tq.async_kv_batch_put(stored.keys, prompt.partition, fields=stored.fields, tags=stored.tags)

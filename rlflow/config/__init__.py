@@ -10,7 +10,7 @@ from rlflow.config.base import BaseConfig, omega_conf_to_dataclass
 from rlflow.config.critic import CriticConfig, FSDPCriticConfig
 from rlflow.config.data import DataConfig
 from rlflow.config.model import HFModelConfig
-from rlflow.config.reward import CustomFunctionConfig, RewardConfig, RewardManagerConfig
+from rlflow.config.reward import CustomFunctionConfig, RewardConfig, RewardManagerConfig, RewardModelConfig
 from rlflow.config.rollout import AgentLoopConfig, CheckpointEngineConfig, RolloutConfig, SamplingConfig
 from rlflow.config.rollout_correction import RolloutCorrectionConfig
 from rlflow.config.trainer import TrainerConfig
@@ -50,6 +50,7 @@ __all__ = [
     "RefConfig",
     "RewardConfig",
     "RewardManagerConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "SamplingConfig",

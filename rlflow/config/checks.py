@@ -22,9 +22,11 @@ from rlflow.config.lora_checks import check_lora
 from rlflow.config.loss_checks import check_losses
 from rlflow.config.model import HFModelConfig
 from rlflow.config.parallel_checks import check_parallel
+from rlflow.config.placement_checks import check_reference_place
 from rlflow.config.problems import below, is_missing_folder, optimizer
 from rlflow.config.problems import choice as _choice
 from rlflow.config.reward import RewardConfig
+from rlflow.config.reward_checks import check_reward_model
 from rlflow.config.rollout import RolloutConfig
 from rlflow.config.trainer import TrainerConfig
 from rlflow.config.worker import FSDPActorConfig, RefConfig
@@ -71,7 +73,7 @@ def validate_config(config: Any, *further: Check) -> list[str]:
     if not problems:
         own: list[Check] = [_check_values, _check_names, _check_files, _check_sampling]
         own += [check_algorithm, check_losses, check_critic, check_lora, check_lengths, check_parallel, check_batches]
-        own += [check_determinism]
+        own += [check_determinism, check_reward_model, check_reference_place]
         for check in (*own, *further):
             check(typed, problems, notices)
     unread = sorted(set(config) - KNOWN_NODES)

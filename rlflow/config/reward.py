@@ -42,8 +42,41 @@ class RewardManagerConfig(BaseConfig):
 
 
 @dataclass
+class RewardModelRolloutConfig(BaseConfig):
+    """The servers of a reward model. Lengths are tokens of the reward model's tokenizer.
+
+    `max_model_len` null means `prompt_length + response_length`; a conversation that is longer gets no score.
+    `request_timeout_s`: seconds until a score, waiting included.
+    """
+
+    name: str = "hf"
+    dtype: str = "bfloat16"
+    prompt_length: int = 2048
+    response_length: int = 2048
+    max_model_len: int | None = None
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
+    tensor_model_parallel_size: int = 2
+    free_cache_engine: bool = True
+    request_timeout_s: float = 600.0
+    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"hf": {}})
+
+
+@dataclass
+class RewardModelConfig(BaseConfig):
+    """A model that scores. With a pool of its own it scores while sessions run, else between sampling and training."""
+
+    enable: bool = False
+    enable_resource_pool: bool = False
+    n_gpus_per_node: int = 8
+    nnodes: int = 0
+    model_path: str | None = None
+    rollout: RewardModelRolloutConfig = field(default_factory=RewardModelRolloutConfig)
+
+
+@dataclass
 class RewardConfig(BaseConfig):
-    """Rule rewards. `timeout_s`: seconds one scorer call may take; then its process is killed and the sample masked.
+    """Who scores. `timeout_s`: seconds one scorer call may take; then its process is killed and the sample masked.
 
     `load_timeout_s`: seconds the import of the scorer's file may take.
     """
@@ -55,3 +88,15 @@ class RewardConfig(BaseConfig):
     custom_reward_function: CustomFunctionConfig = field(default_factory=CustomFunctionConfig)
     reward_manager: RewardManagerConfig = field(default_factory=RewardManagerConfig)
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+
+
+def need_reward_model(config: Any) -> bool:
+    """A reward model is asked for by `reward.reward_model.enable`."""
+    node = (config.get("reward") or {}).get("reward_model") or {}
+    return bool(node.get("enable"))
+
+
+def is_colocated(config: Any) -> bool:
+    """Whether a reward model shares the devices of training, and so scores between sampling and training."""
+    return need_reward_model(config) and not config.reward.reward_model.enable_resource_pool

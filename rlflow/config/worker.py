@@ -260,9 +260,15 @@ class FSDPActorConfig(ActorConfig):
 
 @dataclass
 class RefConfig(BaseConfig):
-    """The frozen reference policy; its batch sizes default to the actor's."""
+    """The frozen reference policy; its batch sizes default to the actor's.
+
+    It is part of the policy's worker unless `enable_resource_pool` gives it processes and devices of its own.
+    """
 
     strategy: str = "fsdp"
+    enable_resource_pool: bool = False
+    n_gpus_per_node: int = 8
+    nnodes: int = 0
     rollout_n: int = 1
     log_prob_micro_batch_size_per_gpu: int | None = None
     log_prob_use_dynamic_bsz: bool = False

@@ -10,6 +10,7 @@ _EXPORTS = {
     "RewardLoopManager": "rlflow.reward_loop.manager",
     "RewardLoopWorker": "rlflow.reward_loop.worker",
     "RewardManagerBase": "rlflow.reward_loop.reward_manager",
+    "RewardModelManager": "rlflow.reward_loop.reward_model",
     "Score": "rlflow.reward_loop.result",
     "get_reward_manager_cls": "rlflow.reward_loop.reward_manager",
     "register": "rlflow.reward_loop.reward_manager",

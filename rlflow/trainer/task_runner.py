@@ -146,7 +146,8 @@ class TaskRunner:
         runtime = getattr(self.trainer, "runtime", None)
         parts = [self.agent_loop_manager]
         if runtime is not None:
-            parts += [runtime.server_manager, runtime.reward_manager, runtime.actor_wg, runtime.pools]
+            groups = [runtime.actor_wg, runtime.ref_policy_wg]
+            parts += [runtime.server_manager, runtime.reward_manager, *groups, runtime.pools]
         for part in parts:
             close = getattr(part, "shutdown", None)
             if close is None:

@@ -65,6 +65,13 @@ def test_the_tag_has_lengths_step_and_versions():
     assert (tag["min_global_steps"], tag["max_global_steps"]) == (5, 9)
 
 
+def test_a_score_of_the_loops_own_is_noted_for_whoever_scores_later():
+    later = {"with_scores": True, "scored_later": True}
+    assert [tag["own_score"] for tag in rows(output(score=None), output(score=0.5), **later).tags] == [0.5, 0.5]
+    for stored in (rows(output(score=None), with_scores=False, scored_later=True), rows(output(score=0.5))):
+        assert "own_score" not in stored.tags[0]
+
+
 def test_extra_fields_always_hold_what_later_stages_read():
     session = Session("u", 0, stop_reason="length", worker="agent_loop_worker_1")
     before = time.time()

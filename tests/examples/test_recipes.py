@@ -63,7 +63,7 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=label)
 
 def test_there_are_recipes():
     algorithms = {"grpo", "ppo", "dapo", "gspo", "rloo", "remax"}
-    own = {"custom_reward", "custom_estimator", "rollout_correction"}
+    own = {"custom_reward", "custom_estimator", "rollout_correction", "reward_model"}
     assert {path.parent.name for path in TINY} == {f"{name}_trainer" for name in algorithms} | own
     for folder in ("grpo_trainer", "ppo_trainer"):
         models = {path.stem for path in RECIPES if path.parent.name == folder}
@@ -131,6 +131,7 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("rlflow_data")
     for script, *options in (
         ("models/make_tiny.py", "--out", root / "models" / "tiny"),
+        ("models/make_tiny.py", "--reward", "--out", root / "models" / "tiny-reward"),
         ("data_preprocess/sums.py", "--local_save_dir", root / "data" / "sums"),
     ):
         command = [sys.executable, str(EXAMPLES / script), *map(str, options)]

@@ -112,7 +112,6 @@ def test_a_manager_of_the_users_own_that_hangs_or_raises_is_bounded(ray_cluster,
         ({"custom_reward_function": {"path": SCORERS, "name": "grade"}}, "it defines compute_score"),
         ({"reward_manager": {"name": "nive"}}, "known: .*naive"),
         ({"timeout_s": 0}, "must be positive"),
-        ({"reward_model": {"enable": True}}, "reward_model.enable=true cannot work"),
     ],
 )
 def test_mistakes_are_found_at_start_up(reward, message):

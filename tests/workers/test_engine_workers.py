@@ -112,6 +112,16 @@ def test_a_policy_with_an_adapter_is_its_own_reference(tiny_model):
         make_worker(tiny_model, role="actor_rollout").compute_ref_log_prob(inputs)
 
 
+def test_a_reference_of_its_own_says_what_the_one_in_the_policys_worker_says(worker, tiny_model):
+    inputs = tu.get_keys(tiny.make_batch(8), ["input_ids", "responses"])
+    alone = make_worker(tiny_model, role="ref")
+    assert alone.actor is None and alone.weight_sender is None
+    expected = worker.compute_ref_log_prob(inputs)["ref_log_prob"].values()
+    assert torch.equal(alone.compute_ref_log_prob(inputs)["ref_log_prob"].values(), expected)
+    with pytest.raises(ContractError, match="has no actor"):
+        alone.compute_log_prob(inputs)
+
+
 def test_an_on_policy_update_starts_at_ratio_one_and_reports_typed_metrics(worker):
     data = batch(worker)
     lengths = tu.nested_lengths(data["responses"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import rank_jobs
 import tiny
 import torch
+import transformers
 from rank_jobs import build, full_grads, full_params, loss_of
 from test_gradients import WAYS, _relative
 
@@ -14,7 +17,7 @@ from rlflow.trainer.ppo import core_algos
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import CheckpointError, ConfigError
 from rlflow.workers.engine import EngineRegistry, FSDPEngineWithValueHead
-from rlflow.workers.engine.fsdp.value_model import load_value_config, load_value_model
+from rlflow.workers.engine.fsdp.value_model import find_head, load_value_config, load_value_model
 
 COLUMNS = ("values", "returns", "response_mask", "vpreds")
 
@@ -179,6 +182,38 @@ def test_a_classifier_keeps_its_head_and_says_when_it_does_not_fit(tiny_model, c
     two.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"critic\.model\.path"):
         build(str(tmp_path), critic=True)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_a_reward_models_head_is_where_a_critic_starts(family, tmp_path):
+    """GPT-2 calls the head of a sequence classifier otherwise than that of a token classifier."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_labels": 1, "pad_token_id": 0, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    reward = getattr(transformers, f"{family}ForSequenceClassification")(config).eval()
+    reward.save_pretrained(tmp_path)
+    row = torch.randint(1, 64, (1, 9), generator=torch.Generator().manual_seed(0))
+    critic_config = HFModelConfig(path=str(tmp_path))
+    critic = load_value_model(critic_config, load_value_config(critic_config), torch.float32, True, seed=0)
+    assert torch.equal(find_head(critic)[1].weight, reward.score.weight)
+    critic.set_attn_implementation("eager")
+    values = critic.eval()(row).logits[0, :, 0]
+    # The reward of a text is the value of its last token.
+    for length in (1, 4, 9):
+        torch.testing.assert_close(values[length - 1], reward(row[:, :length]).logits[0, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_value_head_beside_a_causal_lm_goes_on(tiny_model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(tiny_model, tmp_path / "trl")
+    weights = load_file(folder / "model.safetensors")
+    head = {"v_head.summary.weight": torch.randn(1, 64), "v_head.summary.bias": torch.ones(1)}
+    save_file(weights | head, folder / "model.safetensors", metadata={"format": "pt"})
+    config = HFModelConfig(path=str(folder))
+    model = load_value_model(config, load_value_config(config), torch.float32, True, seed=0)
+    assert torch.equal(model.score.weight, head["v_head.summary.weight"]) and model.score.bias.item() == 1.0
 
 
 def test_no_dropout_reaches_the_critic(tmp_path):

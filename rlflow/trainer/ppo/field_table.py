@@ -23,7 +23,7 @@ WORKER_STAGES = {
     "update_critic": ("critic", "update_critic"),
     "update_actor": ("actor", "update_actor"),
 }
-ORDER = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+ORDER = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ def stage_table(
     worker_classes: dict[str, type],
     *,
     with_log_probs: bool = True,
+    reward_after: bool = False,
     kl_in_reward: bool = False,
     sum_pi_squared: bool = False,
     corrected: tuple[str, ...] = (),
@@ -65,6 +66,7 @@ def stage_table(
     Args:
         worker_classes: role ("actor", "ref", "critic") -> class of its workers; a role that is missing has no stages.
         with_log_probs: whether the rollout reports log-probs.
+        reward_after: a colocated reward model scores the batch after sampling, nobody while sessions run.
         kl_in_reward: whether the controller subtracts a KL penalty from the reward.
         sum_pi_squared: whether the log-prob pass is asked for it.
         corrected: fields that rollout correction writes after the log-prob pass.
@@ -73,13 +75,15 @@ def stage_table(
         estimator_needs: fields that the advantage estimator cannot do without.
         estimator_reads: fields that the advantage stage reads where they are there; None: all there can be.
     """
-    left_out = () if with_log_probs else ("rollout_log_probs",)
+    left_out = (() if with_log_probs else ("rollout_log_probs",)) + (("rm_scores",) if reward_after else ())
     stages = {
         "gen": StageFields(
             "gen", "agent_loop", "generate_sequences", writes=tuple(f for f in ROW_FIELDS if f not in left_out)
         ),
         "adv": _advantage_stage(kl_in_reward, estimator_needs, estimator_reads),
     }
+    if reward_after:
+        stages["reward"] = _reward_stage()
     for stage, (role, method) in WORKER_STAGES.items():
         if role in worker_classes:
             stages[stage] = _worker_stage(stage, role, method, worker_classes[role])
@@ -98,6 +102,12 @@ def stage_table(
     if "update_actor" in stages:
         stages["update_actor"] = _update_stage(stages["update_actor"], fused)
     return [stages[stage] for stage in ORDER if stage in stages]
+
+
+def _reward_stage() -> StageFields:
+    from rlflow.trainer.ppo.colocated_rewards import OPTIONAL_READS, READS, WRITES
+
+    return StageFields("reward", "controller", "compute_rm_score", READS, OPTIONAL_READS, WRITES)
 
 
 def _worker_stage(stage: str, role: str, method: str, worker_class: type) -> StageFields:

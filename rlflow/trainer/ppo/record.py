@@ -27,6 +27,7 @@ def declared_stages(trainer: PPOTrainer, fused: bool) -> dict[str, StageFields]:
     stages = stage_table(
         {role: group.worker_cls for role, group in groups.items() if group is not None},
         with_log_probs=bool(config.actor_rollout_ref.rollout.calculate_log_probs),
+        reward_after=trainer.get_reward_handles() is None,
         kl_in_reward=trainer.kl_controller is not None,
         sum_pi_squared=wants_sum_pi_squared(config),
         corrected=corrected_fields(config),

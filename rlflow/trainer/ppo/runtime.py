@@ -1,7 +1,8 @@
 """Build the processes of a run: worker groups, reward workers, rollout servers.
 
 Order: pools -> colocated worker groups -> models -> reward workers -> servers -> weight-sync manager. Each wait has a
-deadline and names what it waited for. Policy, reference and critic live in the same processes.
+deadline and names what it waited for. The roles of one pool live in the same processes: policy, reference and critic
+in "global_pool", unless the pools map one of them elsewhere (`resource_pools`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rlflow.single_controller.ray import (
     create_colocated_worker_cls,
 )
 from rlflow.trainer.ppo.off_policy import carry_bypass_settings
-from rlflow.trainer.ppo.utils import Role, need_critic, need_reference_policy
+from rlflow.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from rlflow.transfer_queue.settings import NAMESPACE_ENV
 from rlflow.utils.device import COLLECTIVE_TIMEOUT_ENV
 from rlflow.utils.flops_counter import linear_work_per_token
@@ -32,6 +33,8 @@ from rlflow.utils.tokenizer import policy_tokenizer
 from rlflow.workers.rollout.llm_server import LLMServerManager
 
 logger = logging.getLogger(__name__)
+
+GLOBAL_POOL = "global_pool"
 
 
 @dataclass
@@ -47,6 +50,7 @@ class Runtime:
     pools: ResourcePoolManager
     n_devices: int
     dp_size: int
+    ref_dp_size: int = 1
     critic_wg: Any = None
     linear_work: int = LINEAR_WORK_PER_TOKEN
 
@@ -57,48 +61,68 @@ class Runtime:
         return int(eos if eos is not None else 0)
 
 
-def build_runtime(config: Any, total_training_steps: int) -> Runtime:
+def resource_pools(config: Any) -> ResourcePoolManager:
+    """Which role lives on which devices.
+
+    "global_pool", the devices of `trainer`, has the policy and the critic. The reference is part of the policy's worker
+    (`Role.ActorRolloutRef`), or with `ref.enable_resource_pool` a worker of its own (`Role.RefPolicy`) in "ref_pool".
+    A policy that trains an adapter is its own reference. The reward model shares "global_pool", or has "reward_pool" (`reward_model.enable_resource_pool`).
+    """
+    trainer, ref, reward_model = config.trainer, config.actor_rollout_ref.ref, config.reward.reward_model
+    spec = {GLOBAL_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
+    mapping: dict[Role, str] = {Role.ActorRollout: GLOBAL_POOL}
+    if need_reference_policy(config) and not _ref_in_actor(config):
+        mapping = {Role.ActorRolloutRef: GLOBAL_POOL}
+        if ref.enable_resource_pool:
+            spec["ref_pool"] = [ref.n_gpus_per_node] * ref.nnodes
+            mapping = {Role.ActorRollout: GLOBAL_POOL, Role.RefPolicy: "ref_pool"}
+    if need_critic(config):
+        mapping[Role.Critic] = GLOBAL_POOL
+    if need_reward_model(config):
+        mapping[Role.RewardModel] = GLOBAL_POOL
+        if reward_model.enable_resource_pool:
+            spec["reward_pool"] = [reward_model.n_gpus_per_node] * reward_model.nnodes
+            mapping[Role.RewardModel] = "reward_pool"
+    return ResourcePoolManager(resource_pool_spec=spec, mapping=mapping, device_name=trainer.device)
+
+
+def build_runtime(config: Any, total_training_steps: int, pools: ResourcePoolManager) -> Runtime:
     """Start all processes of the run and load the models.
 
-    `total_training_steps` becomes the horizon of the LR schedules.
+    `total_training_steps` becomes the horizon of the LR schedules; `pools` says which roles there are, and where.
     """
-    trainer = config.trainer
     with open_dict(config):
         config.actor_rollout_ref.actor.optim.total_training_steps = total_training_steps
         if need_critic(config):
             config.critic.optim.total_training_steps = total_training_steps
     carry_bypass_settings(config)
-    needs_ref = need_reference_policy(config)
-    role = Role.ActorRolloutRef if needs_ref and not _ref_in_actor(config) else Role.ActorRollout
-    roles = [role, Role.Critic] if need_critic(config) else [role]
-    pools = ResourcePoolManager(
-        resource_pool_spec={"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes},
-        mapping=dict.fromkeys(roles, "global_pool"),
-        device_name=trainer.device,
-    )
     pools.create_resource_pool()
-    groups = _worker_groups(config, roles, pools.get_resource_pool(role))
-    actor_wg, critic_wg = groups[role], groups.get(Role.Critic)
-    if critic_wg is not None:
-        critic_wg.init_model()
-    actor_wg.init_model()
-    reward_manager = RewardLoopManager(config)
+    groups = _worker_groups(config, pools)
+    actor_wg = groups[Role.ActorRolloutRef if Role.ActorRolloutRef in groups else Role.ActorRollout]
+    ref_wg, critic_wg = groups.get(Role.RefPolicy), groups.get(Role.Critic)
+    for group in (critic_wg, actor_wg, ref_wg):
+        if group is not None:
+            group.init_model()
+    if ref_wg is None and need_reference_policy(config):
+        ref_wg = actor_wg
+    scores = Role.RewardModel in pools.mapping
+    reward_manager = RewardLoopManager(config, pools.get_resource_pool(Role.RewardModel) if scores else None)
     server_manager = LLMServerManager.create(config, worker_group=actor_wg)
     actor_wg.bind_rollout(server_manager.handles_by_worker())
     checkpoint_manager = CheckpointEngineManager(
         config.actor_rollout_ref.rollout.checkpoint_engine, actor_wg, server_manager.get_replicas()
     )
-    n_devices = trainer.n_gpus_per_node * trainer.nnodes
     return Runtime(
         tokenizer=policy_tokenizer(config),
         actor_wg=actor_wg,
-        ref_policy_wg=actor_wg if needs_ref else None,
+        ref_policy_wg=ref_wg,
         reward_manager=reward_manager,
         server_manager=server_manager,
         checkpoint_manager=checkpoint_manager,
         pools=pools,
-        n_devices=n_devices,
-        dp_size=split_over(config, needs_ref, critic_wg is not None),
+        n_devices=pools.get_n_gpus(),
+        dp_size=split_over(config, Role.ActorRolloutRef in groups, critic_wg is not None),
+        ref_dp_size=1 if ref_wg is None else ref_wg.topology("ref").dp_size,
         critic_wg=critic_wg,
         linear_work=_linear_work(config),
     )
@@ -116,18 +140,25 @@ def _linear_work(config: Any) -> int:
     return linear_work_per_token(load_hf_config(omega_conf_to_dataclass(config.actor_rollout_ref.model, HFModelConfig)))
 
 
-def _worker_groups(config: Any, roles: list[Role], pool: Any) -> dict[Role, Any]:
-    """One view per role of the processes that host all of them."""
-    workers = {str(role): _worker(config, role) for role in roles}
-    group = RayWorkerGroup(
-        resource_pool=pool,
-        ray_cls_with_init=create_colocated_worker_cls(workers),
-        device_name=config.trainer.device,
-        call_timeout_s=float(config.trainer.call_timeout_s),
-        worker_env={COLLECTIVE_TIMEOUT_ENV: str(config.actor_rollout_ref.nccl_timeout), **_table_env(config)},
-    )
-    views = group.spawn(set(workers))
-    return {role: views[str(role)] for role in roles}
+def _worker_groups(config: Any, pools: ResourcePoolManager) -> dict[Role, Any]:
+    """One view per role of the processes that host it; those of one pool host all its roles."""
+    hosted: dict[str, list[Role]] = {}
+    for role, pool in pools.mapping.items():
+        if role is not Role.RewardModel:  # served by replicas, not by a worker group
+            hosted.setdefault(pool, []).append(role)
+    views: dict[Role, Any] = {}
+    for roles in hosted.values():
+        workers = {str(role): _worker(config, role) for role in roles}
+        group = RayWorkerGroup(
+            resource_pool=pools.get_resource_pool(roles[0]),
+            ray_cls_with_init=create_colocated_worker_cls(workers),
+            device_name=config.trainer.device,
+            call_timeout_s=float(config.trainer.call_timeout_s),
+            worker_env={COLLECTIVE_TIMEOUT_ENV: str(config.actor_rollout_ref.nccl_timeout), **_table_env(config)},
+        )
+        spawned = group.spawn(set(workers))
+        views |= {role: spawned[str(role)] for role in roles}
+    return views
 
 
 def _table_env(config: Any) -> dict[str, str]:

@@ -52,9 +52,7 @@ class Pulse:
         }
         scorers = {
             f"reward worker {nth}": handle
-            for nth, handle in enumerate(
-                getattr(getattr(runtime, "reward_manager", None), "reward_loop_worker_handles", [])
-            )
+            for nth, handle in enumerate(getattr(getattr(runtime, "reward_manager", None), "workers", []))
         }
         for name, answer in self._ask({**servers, **scorers}).items():
             if isinstance(answer, dict):

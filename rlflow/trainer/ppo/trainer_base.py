@@ -1,7 +1,7 @@
 """The loop of a PPO-style run.
 
-    sample -> balance -> old log-probs -> [reference log-probs] -> [values] -> advantage -> [update critic]
-           -> update actor -> weight sync
+    sample -> [reward] -> balance -> old log-probs -> [reference log-probs] -> [values] -> advantage
+           -> [update critic] -> update actor -> weight sync
 
 `PPOTrainer` holds no model and, outside the advantage, no tensors of the batch: a batch is a `KVBatchMeta` (keys and
 tags), its fields live in the TransferQueue, and worker groups read and write them by name. The three modes (sync,
@@ -28,6 +28,7 @@ import rlflow.transfer_queue as tq
 from rlflow.observe.feed import notice
 from rlflow.observe.recorder import RunRecorder, StageRecord
 from rlflow.observe.tracking import Tracking
+from rlflow.single_controller.ray import ResourcePoolManager
 from rlflow.trainer.ppo import batching, record, stages
 from rlflow.trainer.ppo.background_save import PreparedCheckpoint
 from rlflow.trainer.ppo.best import mark_best
@@ -38,6 +39,7 @@ from rlflow.trainer.ppo.checkpointing import (
     load_trainer_checkpoint,
     prepare_checkpoint,
 )
+from rlflow.trainer.ppo.colocated_rewards import score_batch
 from rlflow.trainer.ppo.core_algos import get_kl_controller
 from rlflow.trainer.ppo.dumps import DumpWriter
 from rlflow.trainer.ppo.feed import PromptFeed
@@ -45,7 +47,7 @@ from rlflow.trainer.ppo.field_table import StageFields
 from rlflow.trainer.ppo.issued_prompts import IssuedPrompts
 from rlflow.trainer.ppo.metric_utils import marked_timer
 from rlflow.trainer.ppo.replay_buffer import uid_of
-from rlflow.trainer.ppo.runtime import Runtime, build_runtime
+from rlflow.trainer.ppo.runtime import Runtime, build_runtime, resource_pools
 from rlflow.trainer.ppo.sampler import build_replay_buffer
 from rlflow.trainer.ppo.stall import Pulse
 from rlflow.trainer.ppo.trajectories import write_trajectories
@@ -115,7 +117,7 @@ class PPOTrainer(ABC):  # noqa: B024
         """Build data, processes and servers, resume from a checkpoint, give the servers their first weights."""
         self.feed = PromptFeed(self.config)
         self.replay_buffer = build_replay_buffer(self)
-        self.runtime = build_runtime(self.config, self.feed.total_training_steps)
+        self.runtime = build_runtime(self.config, self.feed.total_training_steps, self._init_resource_pool_mgr())
         self.dumps = DumpWriter(self.runtime.tokenizer)
         fuses = bool(self.config.actor_rollout_ref.actor.fuse_old_log_prob)
         self._stages_by_fusion = {fused: record.declared_stages(self, fused) for fused in {False, fuses}}
@@ -124,6 +126,10 @@ class PPOTrainer(ABC):  # noqa: B024
         self.global_steps = load_trainer_checkpoint(self)
         record.open_record(self)
         self.on_init_end()
+
+    def _init_resource_pool_mgr(self) -> ResourcePoolManager:
+        """Which roles there are and on which devices each lives; a subclass may map them to pools of its own."""
+        return resource_pools(self.config)
 
     def close(self, exit_code: int, reason: str | None = None) -> None:
         """End trackers and journal; a second call does nothing."""
@@ -142,7 +148,7 @@ class PPOTrainer(ABC):  # noqa: B024
         return
 
     def get_reward_handles(self) -> Any:
-        """Reward workers that score sessions while they are produced."""
+        """Reward workers that score sessions while they are produced; None when a colocated model scores them later."""
         return self.runtime.reward_manager.reward_loop_worker_handles
 
     # ----- what the replay buffer tells and asks --------------------------------------------------------------------
@@ -319,6 +325,9 @@ class PPOTrainer(ABC):  # noqa: B024
             batch, sampling = self.replay_buffer.sample(self.global_steps, "train", prompts)
             metrics.update(sampling)
             self.on_sample_end()
+        if self.get_reward_handles() is None:
+            with self._stage("reward", timing, batch):
+                batch = self._compute_reward_colocate(batch)
         batch = self._balance_batch(batch, metrics)
         fused = stages.fuses_old_log_prob(self, batch)
         self.stage_fields = self._stages_by_fusion[fused]
@@ -352,11 +361,14 @@ class PPOTrainer(ABC):  # noqa: B024
             mini_rows.append(self.config.actor_rollout_ref.actor.ppo_mini_batch_size * sessions)
         if self.use_critic:
             mini_rows.append(self.config.critic.ppo_mini_batch_size * sessions)
-        multiple = batching.required_multiple(self.runtime.dp_size, *mini_rows)
+        multiple = batching.required_multiple(self.runtime.dp_size, self.runtime.ref_dp_size, *mini_rows)
         batch = batching.pad_batch(batch, multiple, self.runtime.eos_token_id, self.global_steps)
         return batching.order_rows(
             batch, self.config.trainer, self.runtime.dp_size, metrics, linear_work=self.runtime.linear_work
         )
+
+    def _compute_reward_colocate(self, batch: KVBatchMeta) -> KVBatchMeta:
+        return score_batch(self, batch)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: Metrics) -> KVBatchMeta:
         return stages.compute_old_log_prob(self, batch, metrics)

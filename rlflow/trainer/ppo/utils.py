@@ -11,6 +11,7 @@ from typing import Any
 
 from rlflow.config.checks import need_reference_policy
 from rlflow.config.critic import need_critic
+from rlflow.config.reward import need_reward_model
 from rlflow.data import create_rl_dataset, create_rl_sampler
 
 __all__ = [
@@ -23,11 +24,6 @@ __all__ = [
     "need_teacher_policy",
     "run_folder",
 ]
-
-
-def need_reward_model(config: Any) -> bool:
-    """A reward model is asked for by `reward.reward_model.enable`, a key that this version does not have yet."""
-    return bool(_select(config, "reward.reward_model.enable"))
 
 
 def need_teacher_policy(config: Any) -> bool:

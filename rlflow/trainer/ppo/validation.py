@@ -94,6 +94,10 @@ def validate(trainer: PPOTrainer) -> dict[str, float]:
         trainer._submit(batch)
         meta, sampling = trainer.replay_buffer.sample(trainer.global_steps, "val", len(uids))
         collected.count(sampling)
+        if trainer.get_reward_handles() is None:
+            trainer.runtime.checkpoint_manager.sleep_replicas()
+            meta = trainer._compute_reward_colocate(meta)
+            trainer.runtime.checkpoint_manager.wake_up_replicas()
         data = tq.kv_batch_get(meta.keys, "val", FIELDS, missing_ok=OPTIONAL_FIELDS)
         collected.add(trainer.runtime.tokenizer, meta.keys, meta.tags, data)
         traces.add(meta)

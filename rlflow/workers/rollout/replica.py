@@ -43,9 +43,10 @@ class RolloutReplica(ABC):
 
     Args:
         replica_rank: number of this replica, unique in the run.
-        config: `actor_rollout_ref.rollout`, resolved.
-        model_config: `actor_rollout_ref.model`, resolved.
+        config: `actor_rollout_ref.rollout`, resolved; of a reward model `reward.reward_model.rollout`.
+        model_config: `actor_rollout_ref.model`, resolved; of a reward model one with its path.
         gpus_per_node: devices of a node.
+        is_reward_model: its servers answer `score` instead of `generate`.
     """
 
     # An engine that cannot split a model over devices serves world_size 1, whatever the configured parallel sizes.
@@ -83,7 +84,6 @@ class RolloutReplica(ABC):
         self.servers: list[Any] = []
         self.pids: list[int] = []  # of the servers, for messages; an engine that does not know leaves it empty
         self.resource_pool: Any = None
-        self.bundle_indices: list[int] = []
         self._server_handle: Any = None
         self._server_address: str | None = None
 
@@ -93,6 +93,11 @@ class RolloutReplica(ABC):
         if not cls.supports_parallelism:
             return 1
         return int(config.tensor_model_parallel_size * config.data_parallel_size * config.pipeline_model_parallel_size)
+
+    @property
+    def kind(self) -> str:
+        """What it is called in messages."""
+        return "reward model" if self.is_reward_model else "rollout"
 
     @property
     def server_handle(self) -> Any:
@@ -184,7 +189,7 @@ class RolloutReplica(ABC):
     async def _all(self, method: str, *args: Any) -> list[Any]:
         from ray.exceptions import RayActorError
 
-        what = f"{method} on rollout replica {self.replica_rank}"
+        what = f"{method} on {self.kind} replica {self.replica_rank}"
         calls = [
             ray_await(getattr(server, method).remote(*args), what=what, timeout_s=CALL_TIMEOUT_S)
             for server in self.servers
@@ -193,7 +198,7 @@ class RolloutReplica(ABC):
             return list(await asyncio.gather(*calls))
         except RayActorError as error:
             raise RolloutError(
-                f"Rollout replica {self.replica_rank} died before or during {method}: {error}"
+                f"{self.kind.capitalize()} replica {self.replica_rank} died before or during {method}: {error}"
             ) from error
 
 

@@ -35,6 +35,9 @@ _DROPOUTS = (
     "resid_pdrop",
     "summary_dropout_prob",
 )
+# What heads of one output are called: those of token and sequence classifiers (reward models) in transformers, and the
+# value heads that TRL and others save beside a causal LM.
+_HEAD_NAMES = ("score", "classifier", "v_head.summary", "v_head", "value_head")
 
 
 class ValueModel(PackedModel):
@@ -88,8 +91,8 @@ def load_value_config(model_config: Any) -> Any:
 def load_value_model(model_config: Any, hf_config: Any, dtype: torch.dtype, with_weights: bool, seed: int) -> Any:
     """The token classifier on the CPU in `dtype`, its head in fp32; without weights its parameters are uninitialised.
 
-    `model_config.path` may hold a causal LM (its output head is left out, a value head added) or a token or sequence
-    classifier of one label, whose head goes on.
+    `model_config.path` may hold a causal LM (its output head is left out, a value head added), one with a value head
+    beside it (TRL), or a token or sequence classifier of one label, such as a reward model: then that head goes on.
 
     Raises:
         ConfigError: the weights are not those of this model, or its attention is not supported.
@@ -136,9 +139,13 @@ def classifier_class(hf_config: Any) -> Any:
 
 def _read_weights(model_config: Any, model_class: Any, hf_config: Any, options: dict[str, Any], seed: int) -> Any:
     path = expand_path(model_config.path)
+    names = "|".join(name.replace(".", r"\.") for name in _HEAD_NAMES)
+    renamed = {rf"^(?:{names})\.(weight|bias)$": rf"{_head_name(model_class, hf_config)}.\1"}
     try:
         with _quiet_load_report():
-            model, info = model_class.from_pretrained(path, config=hf_config, output_loading_info=True, **options)
+            model, info = model_class.from_pretrained(
+                path, config=hf_config, output_loading_info=True, key_mapping=renamed, **options
+            )
     except RuntimeError as error:  # tensors of another shape
         raise ConfigError(f"critic.model.path={model_config.path!r} does not fit a critic: {error}") from error
     name, head = find_head(model)
@@ -157,6 +164,14 @@ def _read_weights(model_config: Any, model_class: Any, hf_config: Any, options: 
     if head.bias is not None and f"{name}.bias" in missing:
         head.bias.data.zero_()
     return model
+
+
+def _head_name(model_class: Any, hf_config: Any) -> str:
+    """What this class calls its head; told from a model without memory."""
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        return find_head(model_class(hf_config))[0]
 
 
 @contextmanager
