@@ -24,8 +24,8 @@ def check_reference_place(c: TypedConfig, problems: list[str], notices: list[str
         return
     if c.model.uses_lora:
         notices.append(
-            f"{REF}.enable_resource_pool=true has no effect: a policy that trains an adapter is its own reference, with "
-            "the adapter off"
+            f"{REF}.enable_resource_pool=true has no effect: a policy that trains an adapter is its own reference, "
+            "with the adapter off"
         )
         return
     found = problem.below(f"{REF}.nnodes", c.ref.nnodes, 1)

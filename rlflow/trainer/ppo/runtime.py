@@ -66,7 +66,8 @@ def resource_pools(config: Any) -> ResourcePoolManager:
 
     "global_pool", the devices of `trainer`, has the policy and the critic. The reference is part of the policy's worker
     (`Role.ActorRolloutRef`), or with `ref.enable_resource_pool` a worker of its own (`Role.RefPolicy`) in "ref_pool".
-    A policy that trains an adapter is its own reference. The reward model shares "global_pool", or has "reward_pool" (`reward_model.enable_resource_pool`).
+    A policy that trains an adapter is its own reference. The reward model shares "global_pool", or has "reward_pool"
+    (`reward_model.enable_resource_pool`).
     """
     trainer, ref, reward_model = config.trainer, config.actor_rollout_ref.ref, config.reward.reward_model
     spec = {GLOBAL_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
