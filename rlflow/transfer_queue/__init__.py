@@ -90,6 +90,7 @@ _HOMES = {
     ),
     "meta": "KVBatchMeta",
     "predicate": "Predicate",
+    "samplers": "BaseSampler GRPOGroupNSampler RankAwareSampler SeqlenBalancedSampler SequentialSampler",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

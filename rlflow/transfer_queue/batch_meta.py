@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.transfer_queue.errors import QueueArgumentError
+from rlflow.transfer_queue.errors import MissingFieldError, QueueArgumentError
 from rlflow.transfer_queue.meta import check_permutation, chunk_bounds, copy_plain, merge_extra_info
 
 FieldSchema = dict[str, Any]
@@ -184,7 +184,7 @@ class BatchMeta:
 
     def _schema_of(self, name: str) -> FieldSchema:
         if name not in self.field_schema:
-            raise QueueArgumentError(f"this batch has no field {name!r}; it has {self.field_names}")
+            raise MissingFieldError(f"this batch has no field {name!r}; it has {self.field_names}")
         return self.field_schema[name]
 
     def get_dtypes(self, name: str) -> list[Any]:

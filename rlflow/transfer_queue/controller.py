@@ -19,7 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlflow.transfer_queue.controller_rows import RowCalls
+from rlflow.transfer_queue.fetch import Fetches
 from rlflow.transfer_queue.predicate import Predicate
+from rlflow.transfer_queue.samplers import make_sampler
+from rlflow.transfer_queue.settings import shown_config
+from rlflow.transfer_queue.signals import Signal
 from rlflow.transfer_queue.storage import StorageHost, storage_backend
 from rlflow.transfer_queue.table import BlockHead, Location, PutReply, Table, Tag, some
 
@@ -37,35 +42,7 @@ class WaitReply:
     lacking: str | None = None
 
 
-class Signal:
-    """Wakes everyone who waits on it; knows nothing of what happened."""
-
-    def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
-
-    def fire(self) -> None:
-        """Wake all present waiters."""
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
-
-    async def wait(self, deadline: float) -> bool:
-        """Sleep until the next `fire`; False when the loop's clock reaches `deadline` first."""
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        self._waiters.add(waiter)
-        try:
-            async with asyncio.timeout_at(deadline):
-                await waiter
-        except TimeoutError:
-            return False
-        finally:
-            self._waiters.discard(waiter)
-        return True
-
-
-class TransferQueueController:
+class TransferQueueController(RowCalls):
     """Metadata of the whole table; see the module's docstring.
 
     Args:
@@ -75,11 +52,14 @@ class TransferQueueController:
 
     def __init__(self, config: dict[str, Any], placements: Sequence[str | None]) -> None:
         backend = config["backend"]["storage_backend"]
-        self._config = config
+        self._config = shown_config(config)
         self._table = Table(config["backend"]["SimpleStorage"]["total_storage_size"])
         self._capacity_wait_s = float(config["capacity_wait_s"])
         self._host: StorageHost = storage_backend(backend)[0](config, placements)
         self._signals: dict[str, Signal] = {}
+        self._fetches = Fetches(self._table, make_sampler(config["controller"]["sampler"]))
+        self._polling = bool(config["controller"]["polling_mode"])
+        self._data_signals: dict[str, Signal] = {}
         self._room = Signal()
 
     async def session(self) -> dict[str, Any]:
@@ -116,6 +96,7 @@ class TransferQueueController:
             raise
         if self._table.version(partition_id) != version:
             self._changed(partition_id)
+        self._data_came(partition_id, keys, head)
         self._free_garbage()
         return reply
 
@@ -135,10 +116,13 @@ class TransferQueueController:
         """Delete rows; returns how many there were."""
         count = self._table.clear(keys, partition_id)
         if count:
-            self._changed(partition_id)
-            self._room.fire()
-        self._free_garbage()
+            self._removed(partition_id)
         return count
+
+    def _removed(self, partition_id: str) -> None:
+        self._changed(partition_id)
+        self._room.fire()
+        self._free_garbage()
 
     def _free_garbage(self) -> None:
         garbage = self._table.take_garbage()
@@ -209,38 +193,6 @@ class TransferQueueController:
                 return WaitReply(version, matching)
             if not await signal.wait(deadline):
                 return WaitReply(version, matching, _describe_lacking(wanted, seen, matching, predicate, count))
-
-    # -- the columnar view and the marks of consumers ----------------------------------------------
-
-    async def describe(self, keys: Sequence[str], partition_id: str, create: bool) -> dict[str, Any]:
-        """See `Table.describe`; `create` makes missing rows first."""
-        if create:
-            await self.put(keys, partition_id, None, None)
-        return self._table.describe(keys, partition_id)
-
-    async def keys_of(self, indexes: Sequence[int]) -> list[tuple[str, str]]:
-        """See `Table.keys_of`."""
-        return self._table.keys_of(indexes)
-
-    async def partitions(self) -> list[str]:
-        """See `Table.partitions`."""
-        return self._table.partitions()
-
-    async def production(self, fields: Sequence[str], partition_id: str) -> tuple[list[int], list[int]]:
-        """See `Table.production`."""
-        return self._table.production(fields, partition_id)
-
-    async def consumption(self, task: str, partition_id: str) -> tuple[list[int], list[int]]:
-        """See `Table.consumption`."""
-        return self._table.consumption(task, partition_id)
-
-    async def consume(self, task: str, keys: Sequence[str], partition_id: str) -> None:
-        """See `Table.consume`."""
-        self._table.consume(task, keys, partition_id)
-
-    async def reset_consumption(self, partition_id: str, task: str | None) -> bool:
-        """See `Table.reset_consumption`."""
-        return self._table.reset_consumption(partition_id, task)
 
 
 def _describe_lacking(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlflow.utils.errors import RlflowError
+from rlflow.utils.errors import DeadlineError, RlflowError
 
 
 class TransferQueueError(RlflowError):
@@ -15,6 +15,10 @@ class TransferQueueError(RlflowError):
 
 class QueueArgumentError(TransferQueueError, ValueError):
     """A call's arguments contradict each other or are empty."""
+
+
+class QueueRequestError(QueueArgumentError, RuntimeError):
+    """A low-level call asks for what cannot be; also a RuntimeError, which is what the public package raises."""
 
 
 class QueueTypeError(TransferQueueError, TypeError):
@@ -35,6 +39,10 @@ class MissingFieldError(TransferQueueError, KeyError):
 
 class NotReadyError(TransferQueueError, ValueError):
     """The requested rows share no field; rows that only have a tag have none."""
+
+
+class FetchTimeoutError(TransferQueueError, DeadlineError, RuntimeError):
+    """A fetch waited for rows that did not become ready in time."""
 
 
 class CapacityError(TransferQueueError):

@@ -21,7 +21,7 @@ from rlflow.transfer_queue.client import TransferQueueClient
 from rlflow.transfer_queue.controller import CONTROLLER_NAME, TransferQueueController
 from rlflow.transfer_queue.errors import QueueArgumentError, QueueNotInitializedError, QueueUnavailableError
 from rlflow.transfer_queue.ports import LocalPort, Port, RayPort
-from rlflow.transfer_queue.settings import default_namespace, merge_config, place_units
+from rlflow.transfer_queue.settings import default_namespace, merge_config, place_units, shown_config
 from rlflow.transfer_queue.storage import storage_backend
 from rlflow.utils.errors import DeadlineError
 from rlflow.utils.ray_utils import ray_get
@@ -155,6 +155,14 @@ def forget_if_gone(client: TransferQueueClient) -> None:
             _connection = None
 
 
+def leave(client: TransferQueueClient) -> None:
+    """Drop the process's client if it is this one, unless the table lives as long as it: the owner's stays."""
+    global _connection
+    with _state:
+        if _connection is not None and _connection.client is client and not _connection.owner:
+            _connection = None
+
+
 def init(conf: Any, strict: bool) -> Any:
     """See `api.init`."""
     with _lock:
@@ -189,7 +197,7 @@ def init(conf: Any, strict: bool) -> Any:
 def _as_conf(config: dict[str, Any]) -> Any:
     from omegaconf import OmegaConf
 
-    return OmegaConf.create(config)
+    return OmegaConf.create(shown_config(config))
 
 
 def _require_ray() -> Any:

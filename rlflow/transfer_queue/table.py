@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.transfer_queue.column import FieldHead, row_shapes
+from rlflow.transfer_queue.column import FieldHead
 from rlflow.transfer_queue.errors import (
     CapacityError,
     DtypeConflictError,
@@ -26,6 +26,7 @@ from rlflow.transfer_queue.errors import (
     StorageKeyNotFoundError,
     WatchGapError,
 )
+from rlflow.transfer_queue.table_rows import RowNumbers
 
 Tag = dict[str, Any]
 
@@ -104,6 +105,7 @@ class _Partition:
     rows: dict[str, _Row] = field(default_factory=dict)
     fields: dict[str, _Field] = field(default_factory=dict)
     consumed: dict[str, set[int]] = field(default_factory=dict)
+    listed: bool = True  # until it is dropped
     version: int = 0
     floor: int = 0  # changes up to this version may be forgotten
     log: OrderedDict[str, int] = field(default_factory=OrderedDict)  # key -> version of its last change, oldest first
@@ -143,7 +145,7 @@ def some(names: Sequence[str], limit: int = 4) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-class Table:
+class Table(RowNumbers):
     """All partitions.
 
     Args:
@@ -201,6 +203,7 @@ class Table:
             self.check_dtypes(partition_id, head)
         self.check_room(self.rows_to_add(keys, partition_id), partition_id)
         partition = self._partitions.setdefault(partition_id, _Partition())
+        partition.listed = True
         rows, changed = [], []
         for i, key in enumerate(keys):
             row = partition.rows.get(key)
@@ -327,7 +330,7 @@ class Table:
         return {
             name: {key: row.tag for key, row in self._partitions[name].rows.items()}
             for name in wanted
-            if name in self._partitions
+            if name in self._partitions and self._partitions[name].listed
         }
 
     def locate(
@@ -403,64 +406,27 @@ class Table:
         fields = self._partitions[partition_id].fields
         return Location(keys, unknown, blocks, cells, {name: fields[name].ragged() for name in names})
 
-    # -- the columnar view -------------------------------------------------------------------------
+    # -- changes that the low-level client asks for -------------------------------------------------
 
-    def describe(self, keys: Sequence[str], partition_id: str) -> dict[str, Any]:
-        """Row numbers, tags and the shapes of the common fields of existing rows, for a `BatchMeta`."""
-        known = self._rows(partition_id)
-        unknown = [key for key in keys if key not in known]
-        if unknown:
-            raise StorageKeyNotFoundError(f"partition {partition_id!r} has no key {some(unknown)}")
-        rows = [known[key] for key in keys]
-        fields = {}
-        for name in sorted(_common_fields(rows)):
-            cells = [row.cells[name] for row in rows]
-            shapes = [row_shapes(block.head.fields[name].shapes[place : place + 1])[0] for block, place in cells]
-            fields[name] = (cells[0][0].head.fields[name].dtype, shapes)
-        return {"indexes": [row.index for row in rows], "tags": [row.tag for row in rows], "fields": fields}
+    def set_tags(self, keys: Sequence[str], partition_id: str, tags: Sequence[Tag]) -> None:
+        """Replace the tags of existing rows, where `put` merges."""
+        rows = [self._partitions[partition_id].rows[key] for key in keys]
+        for row, tag in zip(rows, tags, strict=True):
+            row.tag = dict(tag)
+        self._touch(self._partitions[partition_id], keys)
 
-    def keys_of(self, indexes: Sequence[int]) -> list[tuple[str, str]]:
-        """(partition, key) of row numbers. Numbers are never reused, so a stale one is an error, not another row."""
-        unknown = [index for index in indexes if index not in self._by_index]
-        if unknown:
-            raise StorageKeyNotFoundError(f"no rows with the numbers {unknown[:8]}: cleared, or never there")
-        return [self._by_index[index] for index in indexes]
+    def drop(self, partition_id: str) -> int:
+        """Delete all rows and marks of a partition, and stop listing it until the next put; returns how many went.
 
-    def partitions(self) -> list[str]:
-        """Names of all partitions, oldest first."""
-        return [*self._partitions]
-
-    # -- consumption and production ----------------------------------------------------------------
-
-    def production(self, fields: Sequence[str], partition_id: str) -> tuple[list[int], list[int]]:
-        """Row numbers of the partition, and 1 where all of `fields` are present."""
-        rows = self._rows(partition_id).values()
-        return [row.index for row in rows], [int(all(name in row.cells for name in fields)) for row in rows]
-
-    def consumption(self, task: str, partition_id: str) -> tuple[list[int], list[int]]:
-        """Row numbers of the partition, and 1 where `task` has consumed the row."""
+        Its versions go on, so that a watcher sees the deletions.
+        """
         partition = self._partitions.get(partition_id)
         if partition is None:
-            return [], []
-        seen = partition.consumed.setdefault(task, set())
-        return [row.index for row in partition.rows.values()], [int(r.index in seen) for r in partition.rows.values()]
-
-    def consume(self, task: str, keys: Sequence[str], partition_id: str) -> None:
-        """Mark rows as consumed by `task`."""
-        known = self._rows(partition_id)
-        unknown = [key for key in keys if key not in known]
-        if unknown:
-            raise StorageKeyNotFoundError(f"partition {partition_id!r} has no key {some(unknown)} to mark as consumed")
-        self._partitions[partition_id].consumed.setdefault(task, set()).update(known[key].index for key in keys)
-
-    def reset_consumption(self, partition_id: str, task: str | None = None) -> bool:
-        """Clear the marks of one task, or of all; False when there is no such partition."""
-        partition = self._partitions.get(partition_id)
-        if partition is None:
-            return False
-        for name in list(partition.consumed) if task is None else [task]:
-            partition.consumed.pop(name, None)
-        return True
+            return 0
+        count = self.clear(list(partition.rows), partition_id)
+        partition.consumed.clear()
+        partition.listed = False
+        return count
 
 
 def _common_fields(rows: Sequence[_Row]) -> set[str]:
