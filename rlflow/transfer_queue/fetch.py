@@ -87,7 +87,8 @@ class Fetches:
             config: the caller's `sampling_config`.
 
         Raises:
-            QueueRequestError: the sampler returned rows that it was not offered, or one twice.
+            QueueRequestError: the sampler lacks an entry of `config`, or returned rows that it was not offered, or one
+                twice.
             StorageKeyNotFoundError: the sampler remembers rows that have been cleared.
         """
         view = self._view(partition_id, task, fields)
@@ -96,9 +97,14 @@ class Fetches:
         if len(view.open) < batch_size and not remembered:
             return None
         options = {"task_name": task, "partition_id": partition_id, **config}
-        rows, consumed = self.sampler(
-            sorted(view.open), batch_size, partition=PartitionRows(self._table, partition_id), **options
-        )
+        try:
+            rows, consumed = self.sampler(
+                sorted(view.open), batch_size, partition=PartitionRows(self._table, partition_id), **options
+            )
+        except TypeError as error:
+            raise QueueRequestError(
+                f"{type(self.sampler).__name__} cannot work with sampling_config={config}: {error}"
+            ) from error
         if not rows:
             return None
         self._check(rows, consumed, view, partition_id, task)

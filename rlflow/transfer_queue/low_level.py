@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from rlflow.transfer_queue.arguments import check_fields, check_keys, check_partition, check_size
-from rlflow.transfer_queue.batch_meta import BatchMeta, make_schema
+from rlflow.transfer_queue.batch_meta import BatchMeta
 from rlflow.transfer_queue.column import OBJECT
 from rlflow.transfer_queue.errors import QueueRequestError, QueueTypeError, StorageKeyNotFoundError
 from rlflow.transfer_queue.fetch import GENERATED_PREFIX
+from rlflow.transfer_queue.schema import make_schema
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -189,7 +190,7 @@ class LowLevelCalls:
         partition_id: str | None = None,
         data_parser: DataParser | None = None,
     ) -> BatchMeta:
-        """Write fields of rows. Tags stay as they are; `async_set_custom_meta` writes those.
+        """Write fields of rows: one commit a partition. Tags stay as they are; `async_set_custom_meta` writes those.
 
         Args:
             data: TensorDict of batch size [N].
@@ -203,6 +204,8 @@ class LowLevelCalls:
         Raises:
             StorageKeyNotFoundError: a row of `metadata` was cleared.
         """
+        from rlflow.utils.tensordict_rows import index_select_tensor_dict
+
         size = _rows_of(data)
         if metadata is None:
             if not partition_id:
@@ -214,12 +217,13 @@ class LowLevelCalls:
         else:
             if metadata.size != size:
                 raise QueueRequestError(f"the data has {size} rows, the metadata {metadata.size}; put writes all of them")
-            keys = await self._keys(metadata)
-            await self.async_put_batch(keys, metadata.partition_ids[0], data, None, data_parser)
+            for partition, (places, keys) in (await self._keys(metadata)).items():
+                part = data if len(places) == size else index_select_tensor_dict(data, places)
+                await self.async_put_batch(keys, partition, part, None, data_parser)
         return metadata.add_fields(data)
 
     async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
-        """The fields of rows of one partition, in the meta's order; an empty meta gives an empty TensorDict.
+        """The fields of rows, in the meta's order; an empty meta gives an empty TensorDict.
 
         Raises:
             StorageKeyNotFoundError: a row was cleared.
@@ -229,17 +233,26 @@ class LowLevelCalls:
             from tensordict import TensorDict
 
             return TensorDict({}, batch_size=[0])
-        keys = await self._keys(metadata)
-        return await self.async_get_batch(keys, metadata.partition_ids[0], metadata.field_names, ())
+        from rlflow.utils.tensordict_rows import concat_tensordict, index_select_tensor_dict
 
-    async def _keys(self, meta: BatchMeta) -> list[str]:
-        if len(set(meta.partition_ids)) > 1:
-            raise QueueRequestError(
-                f"the rows are of several partitions {sorted(set(meta.partition_ids))}; use chunk_by_partition() and "
-                "handle each part"
-            )
-        found = await self.controller.call("keys_of", meta.global_indexes, True)
-        return [key for _, key in found]
+        rows = await self._keys(metadata)
+        parts = [
+            await self.async_get_batch(keys, partition, metadata.field_names, ())
+            for partition, (_, keys) in rows.items()
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        places = [place for part, _ in rows.values() for place in part]
+        return index_select_tensor_dict(concat_tensordict(parts), np.argsort(places).tolist())
+
+    async def _keys(self, meta: BatchMeta) -> dict[str, tuple[list[int], list[str]]]:
+        """{partition: (places in the meta, keys)} of rows; `StorageKeyNotFoundError` for a cleared one."""
+        rows: dict[str, tuple[list[int], list[str]]] = {}
+        for place, (partition, key) in enumerate(await self.controller.call("keys_of", meta.global_indexes, True)):
+            places, keys = rows.setdefault(partition, ([], []))
+            places.append(place)
+            keys.append(key)
+        return rows
 
     async def async_set_custom_meta(self, metadata: BatchMeta) -> None:
         """Replace the rows' tags by those of the meta. (`kv_put` merges instead.)"""
@@ -365,10 +378,19 @@ def _meta_of(reply: dict[str, Any], partition_id: str) -> BatchMeta:
         if dtype == OBJECT:
             schema[name] = make_schema(None, [None] * len(shapes))
         else:
-            rows = [None if shape is None else (shape or (1,)) for shape in shapes]
+            rows = _filled([None if shape is None else (shape or (1,)) for shape in shapes])
             schema[name] = make_schema(getattr(torch, dtype) if dtype else None, rows)
     count = len(reply["indexes"])
     return BatchMeta(reply["indexes"], [partition_id] * count, schema, reply["ready"], None, reply["tags"])
+
+
+def _filled(shapes: Sequence[tuple[int, ...] | None]) -> list[tuple[int, ...] | None]:
+    """Shapes in which rows that are not ready have the shape of the others, or no elements where those differ."""
+    present = {shape for shape in shapes if shape is not None}
+    if not present:
+        return list(shapes)
+    common = min(present) if len(present) == 1 else (0,) * len(min(present))
+    return [common if shape is None else shape for shape in shapes]
 
 
 def _rows_of(data: Any) -> int:

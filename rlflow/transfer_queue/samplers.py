@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from rlflow.transfer_queue.errors import QueueArgumentError
+from rlflow.transfer_queue.errors import QueueArgumentError, QueueRequestError
 from rlflow.utils.import_utils import load_class_from_fqn
 from rlflow.utils.partition import karmarkar_karp
 
@@ -146,11 +146,12 @@ class GRPOGroupNSampler(BaseSampler):
     def _groups(self, ready_indexes: Sequence[int], count: int, partition: Any) -> list[list[int]]:
         """The first complete groups that make up `count` rows; none when there are too few."""
         if count % self.n_samples_per_prompt:
-            raise QueueArgumentError(
+            raise QueueRequestError(
                 f"a batch of {count} rows does not consist of whole groups of {self.n_samples_per_prompt} rows "
                 f"(n_samples_per_prompt); try {max(1, count // self.n_samples_per_prompt) * self.n_samples_per_prompt}"
             )
-        group_of = {} if partition is None else partition.group_of(ready_indexes)
+        # A status object of user code may know tags only.
+        group_of = partition.group_of(ready_indexes) if hasattr(partition, "group_of") else {}
         groups = complete_groups(ready_indexes, self.n_samples_per_prompt, group_of)
         wanted = count // self.n_samples_per_prompt
         return groups[:wanted] if len(groups) >= wanted else []
@@ -160,7 +161,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
     """Whole groups, dealt to the ranks so that each has as many rows and nearly as many tokens.
 
     The first rank that asks for a `batch_index` decides for all. A row weighs its tag entry `total_lengths` (1 without
-    one); a group, which stays on one rank, weighs the sum of its rows.
+    one); a group, which stays on one rank, weighs the sum of its rows. A fetch without `dp_rank` gets the first groups.
 
     Args:
         n_samples_per_prompt: rows of a group.
@@ -183,10 +184,10 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         **kwargs: Any,
     ) -> Choice:
         rank, number = kwargs.get("dp_rank"), kwargs.get("batch_index")
-        if rank is None or number is None:
-            raise QueueArgumentError("SeqlenBalancedSampler needs sampling_config={'dp_rank': ..., 'batch_index': ...}")
+        if rank is None or number is None:  # nobody to balance against
+            return super().sample(ready_indexes, batch_size, task_name, partition_id, *args, **kwargs)
         if not 0 <= rank < self.dp_size:
-            raise QueueArgumentError(f"dp_rank={rank} is not among the dp_size={self.dp_size} ranks of the sampler")
+            raise QueueRequestError(f"dp_rank={rank} is not among the dp_size={self.dp_size} ranks of the sampler")
         if not self.has_cached_result(partition_id, task_name, {"dp_rank": rank, "batch_index": number}):
             if batch_size % self.n_samples_per_prompt:
                 self._groups([], batch_size, None)  # raises, and names the numbers of one rank

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,46 @@ def batch(size: int, **fields: Any) -> TensorDict:
 
 def numbers(*values: int) -> TensorDict:
     return batch(len(values), n=torch.tensor(values))
+
+
+# -- names and arguments ---------------------------------------------------------------------------
+
+FUNCTIONS = """
+async_kv_batch_get async_kv_batch_get_by_meta async_kv_batch_put async_kv_clear async_kv_list async_kv_put close
+get_client get_metrics_endpoint init kv_batch_get kv_batch_get_by_meta kv_batch_put kv_clear kv_list kv_put
+""".split()
+CLIENT = """
+check_consumption_status check_production_status clear_partition clear_samples get_consumption_status get_data get_meta
+get_partition_list get_production_status kv_list kv_retrieve_keys kv_retrieve_meta put reset_consumption set_custom_meta
+""".split()
+BATCH_META = """
+add_fields chunk chunk_by_partition clear_custom_meta clear_extra_info concat copy empty get_all_custom_meta
+get_all_extra_info get_dtypes get_extra_info get_shapes has_extra_info remove_extra_info reorder select_fields
+select_samples set_extra_info union update_custom_meta update_extra_info __init__
+""".split()
+SAMPLER = "sample has_cached_result clear_cache save_checkpoint load_checkpoint __init__".split()
+
+
+def arguments(function: Any) -> list[str]:
+    """Names of the arguments that can be given by position; `socket` is plumbing of the public package."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters
+    return [name for name, parameter in parameters.items() if parameter.kind in kinds and name != "socket"]
+
+
+@case
+def signatures(tq, see, partition):
+    for name in FUNCTIONS:
+        see(name, lambda name=name: arguments(getattr(tq, name)))
+    for name in [*CLIENT, *(f"async_{name}" for name in CLIENT), "close", "initialize_storage_manager"]:
+        see(f"client.{name}", lambda name=name: arguments(getattr(tq.get_client(), name)))
+    for name in BATCH_META:
+        see(f"BatchMeta.{name}", lambda name=name: arguments(getattr(tq.BatchMeta, name)))
+    for name in ("select_keys", "reorder", "chunk", "concat", "__init__"):
+        see(f"KVBatchMeta.{name}", lambda name=name: arguments(getattr(tq.KVBatchMeta, name)))
+    for kind in ("SequentialSampler", "GRPOGroupNSampler", "RankAwareSampler", "SeqlenBalancedSampler"):
+        for name in SAMPLER:
+            see(f"{kind}.{name}", lambda kind=kind, name=name: arguments(getattr(getattr(tq, kind), name)))
 
 
 # -- kv functions ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ class Recorder:
             return {"KVBatchMeta": {part: self.plain(getattr(value, part)) for part in parts}}
         if name == "BatchMeta":
             return {"BatchMeta": self._batch_meta(value)}
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return {str(key): self.plain(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.plain(item) for item in value]
