@@ -84,6 +84,9 @@ class StorageHost(ABC):
     def free(self, garbage: Garbage) -> None:
         """Free blocks, {unit: [block id]}, without waiting."""
 
+    def watch_units(self, on_lost: Callable[[int, str], None]) -> None:
+        """Call `on_lost(unit, reason)` on the running event loop when a unit is gone."""
+
     @abstractmethod
     async def stats(self) -> list[dict[str, int]]:
         """`StorageUnit.stats` of each unit, after all that was freed so far."""
