@@ -8,6 +8,7 @@ no answer comes in time, `QueueUnavailableError` when the table is gone, `QueueN
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -401,3 +402,47 @@ def _counted(predicate: Predicate | Any, count: int | None) -> Predicate:
     if count is None:
         return predicate if predicate.count is not None else replace(predicate, count=1)
     return replace(predicate, count=count)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], *, include_storage: bool = True, metadata: dict[str, Any] | None = None
+) -> None:
+    """Write the whole table into a folder, as it is at one moment; writers need not stop.
+
+    A checkpoint that is there already is replaced once the new one is whole.
+
+    Args:
+        checkpoint_dir: the folder; must be visible from the nodes of the controller and of all storage units.
+        include_storage: False has no effect, as storage in memory would be lost.
+        metadata: JSON values that `load_checkpoint` returns.
+
+    Raises:
+        NotOwnerError: (a RuntimeError) this process did not create the table.
+        TableCheckpointError: nothing was written; names the reason.
+    """
+    from rlflow.transfer_queue import runtime
+
+    runtime.check_owner("save a checkpoint")
+    _run_sync(lambda client: client.async_save_checkpoint(os.fspath(checkpoint_dir), include_storage, metadata))
+
+
+def load_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Replace everything in the table by a checkpoint. The number of storage units may be another one.
+
+    Watchers get a `WatchGapError` and start again from version 0; waits go on with the restored rows.
+
+    Returns:
+        The `metadata` given to `save_checkpoint`.
+
+    Raises:
+        NotOwnerError: (a RuntimeError) this process did not create the table.
+        IncompleteCheckpointError: (a FileNotFoundError) there is no whole checkpoint; the table is unchanged.
+        TableCheckpointError: it is damaged; the table is unchanged.
+    """
+    from rlflow.transfer_queue import runtime
+
+    runtime.check_owner("load a checkpoint")
+    return _run_sync(lambda client: client.async_load_checkpoint(os.fspath(checkpoint_dir)))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ import numpy as np
 
 from rlflow.transfer_queue.batch_meta import BatchMeta, make_schema
 from rlflow.transfer_queue.column import OBJECT, Column, head_of, scatter
+from rlflow.transfer_queue.commit import BlockHead
 from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError, StorageKeyNotFoundError, some
 from rlflow.transfer_queue.lineage import this_process
 from rlflow.transfer_queue.locate import Location
@@ -27,7 +30,6 @@ from rlflow.transfer_queue.meta import KVBatchMeta
 from rlflow.transfer_queue.ports import Port
 from rlflow.transfer_queue.predicate import Predicate
 from rlflow.transfer_queue.storage import DataParser, StorageClient
-from rlflow.transfer_queue.table import BlockHead
 from rlflow.transfer_queue.tags import Tag, check_tags, copy_tags, pack_tags
 from rlflow.utils.errors import DeadlineError
 
@@ -268,6 +270,24 @@ class TransferQueueClient:
                 "are slow, hung or gone; see their logs, or allow more time (timeout_s)"
             )
         return reply.version, reply.matching.dicts()
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    async def async_save_checkpoint(self, checkpoint_dir: str, include_storage: bool, metadata: Any) -> None:
+        """See `api.save_checkpoint`."""
+        try:
+            json.dumps(metadata)
+        except (TypeError, ValueError) as error:
+            raise QueueTypeError(f"the metadata of a checkpoint must be plain JSON values: {error}") from error
+        if not include_storage:
+            logger.warning("include_storage=False has no effect: this storage lives in memory, and rows without it do not")
+        folder, extra_s = os.path.abspath(checkpoint_dir), float(self.config["checkpoint_timeout_s"])
+        await self.controller.call("save_checkpoint", folder, metadata, extra_s=extra_s)
+
+    async def async_load_checkpoint(self, checkpoint_dir: str) -> Any:
+        """See `api.load_checkpoint`."""
+        folder, extra_s = os.path.abspath(checkpoint_dir), float(self.config["checkpoint_timeout_s"])
+        return await self.controller.call("load_checkpoint", folder, extra_s=extra_s)
 
     # -- the columnar view -------------------------------------------------------------------------
 

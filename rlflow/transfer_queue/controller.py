@@ -18,17 +18,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rlflow.transfer_queue import checkpoint
 from rlflow.transfer_queue.capacity import Bounds, RoomQueue
-from rlflow.transfer_queue.errors import QueueUnavailableError
+from rlflow.transfer_queue.errors import QueueUnavailableError, TableCheckpointError
 from rlflow.transfer_queue.matches import Matches
 from rlflow.transfer_queue.predicate import Predicate
-from rlflow.transfer_queue.rows import tagged
+from rlflow.transfer_queue.rows import tagged, writer_of
 from rlflow.transfer_queue.signals import Signal
+from rlflow.transfer_queue.snapshot import freeze, thaw
 from rlflow.transfer_queue.storage import StorageHost, storage_backend
 from rlflow.transfer_queue.table import BlockHead, Location, PutReply, Table
 from rlflow.transfer_queue.tags import TaggedKeys, unpack_batch
@@ -39,6 +43,8 @@ CONTROLLER_NAME = "TransferQueueController"
 
 # Predicates whose matching keys are remembered between two waits, so that the second need not look at all keys again.
 _REMEMBERED_PREDICATES = 16
+# Changes that a restored table may count before its versions reach those of a table restored a second later.
+_EPOCH_BITS = 20
 
 
 @dataclass(slots=True)
@@ -78,14 +84,18 @@ class TransferQueueController:
         self._signals: dict[str, Signal] = {}
         self._room: RoomQueue[PutReply] = RoomQueue()
         self._matches: OrderedDict[tuple[str, str, str], Matches] = OrderedDict()
+        # The sampler of the low-level client, where there is one; its state is part of a checkpoint.
+        self.sampler: Any = None
+        self._checkpointing = asyncio.Lock()
+        self._held_back: dict[int, list[str]] | None = None  # blocks to free once a checkpoint has them
         if backend != "Local":
-            self._host.watch_units(self._lose_unit)
             # A table of a million rows is millions of objects without a cycle; looking through them takes the garbage
             # collector a second, in which nobody would be answered.
             gc.set_threshold(100_000, 50, 1000)
 
     async def session(self) -> dict[str, Any]:
         """What a client needs to take part."""
+        self._host.watch_units(self._lose_unit)
         return {"config": self._config, "endpoint": self._host.endpoint}
 
     async def stats(self) -> dict[str, Any]:
@@ -193,6 +203,10 @@ class TransferQueueController:
             self._free(garbage)
 
     def _free(self, garbage: dict[int, list[str]]) -> None:
+        if self._held_back is not None:
+            for unit, block_ids in garbage.items():
+                self._held_back.setdefault(unit, []).extend(block_ids)
+            return
         living = {unit: ids for unit, ids in garbage.items() if unit not in self._table.lost_units}
         if living:
             self._host.free(living)
@@ -211,7 +225,54 @@ class TransferQueueController:
 
     async def abandon(self, writer: str) -> list[str]:
         """A writer is dead: refuse what it may still commit. Returns the ids of its blocks that are needed."""
-        return self._table.abandon(writer)
+        held_back = [block_id for block_ids in (self._held_back or {}).values() for block_id in block_ids]
+        return self._table.abandon(writer) + [block_id for block_id in held_back if writer_of(block_id) == writer]
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    async def save_checkpoint(self, folder: str, user_metadata: Any) -> None:
+        """Write the table of this moment; see `checkpoint`."""
+        async with self._checkpointing:
+            sampler = None if self.sampler is None else self.sampler.save_checkpoint()
+            snapshot = freeze(self._table)
+            self._held_back = {}
+            try:
+                await checkpoint.save(snapshot, self._host, Path(folder), sampler, user_metadata)
+            finally:
+                garbage, self._held_back = self._held_back, None
+                self._free(garbage)
+
+    async def load_checkpoint(self, folder: str) -> Any:
+        """Replace the table by the one in a checkpoint; returns what the caller of `save_checkpoint` added to it.
+
+        Everyone who waits is woken; a watcher of the former table gets a `WatchGapError`.
+        """
+        async with self._checkpointing:
+            loaded = await checkpoint.load(self._host, Path(folder))
+            try:
+                # Above every version that anybody may have seen, also in a table of an earlier run.
+                seen = max(loaded.state["version"], self._table.highest_version())
+                start = max(int(time.time()), (seen >> _EPOCH_BITS) + 1) << _EPOCH_BITS
+                table = await asyncio.to_thread(thaw, loaded.state, loaded.homes, self._table.bounds, start)
+                if self.sampler is not None and loaded.sampler is not None:
+                    self.sampler.load_checkpoint(loaded.sampler)
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                checkpoint.discard(self._host, loaded.homes)
+                raise TableCheckpointError(f"the state in {folder} contradicts itself ({error!r})") from error
+            self._replace_table(table)
+            return loaded.user_metadata
+
+    def _replace_table(self, table: Table) -> None:
+        former, self._table = self._table, table
+        table.take_over(former)
+        garbage: dict[int, list[str]] = {}
+        for block in former.blocks():
+            garbage.setdefault(block.unit, []).append(block.block_id)
+        self._free(garbage)
+        self._free_garbage()
+        for partition_id in list(self._signals):
+            self._changed(partition_id)
+        self._room.advance()
 
     # -- reading -----------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,33 +23,39 @@ class Schema(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _shared(schema: Schema) -> Schema:
+def shared_schema(schema: Schema) -> Schema:
+    """The same object for equal schemas."""
     return schema
 
 
 def schema_of(fields: Mapping[str, FieldHead]) -> Schema:
     """The schema of a block's columns."""
     heads = fields.values()
-    return _shared(Schema(tuple(fields), tuple(h.dtype for h in heads), tuple(h.ragged for h in heads)))
+    return shared_schema(Schema(tuple(fields), tuple(h.dtype for h in heads), tuple(h.ragged for h in heads)))
 
 
-# Row shapes of one field of a block: one shape for all rows, or int32 [N, D] padded with -1.
+# Row shapes of one field of a block: one shape for all rows, or int [N, D] padded with -1.
 RowShapes = Shape | np.ndarray
 
 
 def compact_shapes(fields: Mapping[str, FieldHead]) -> tuple[RowShapes, ...]:
     """Row shapes of each field, small: a row of the table should cost little whatever its fields."""
-    shared: dict[bytes, RowShapes] = {}
+    shared: dict[Any, RowShapes] = {}
     result = []
     for head in fields.values():
-        shapes = head.shapes
-        # Fields of equal lengths are common, and with them equal arrays.
-        key = shapes.tobytes() + bytes([shapes.shape[1]])
-        if key not in shared:
-            uniform = not len(shapes) or bool((shapes == shapes[0]).all())
-            shared[key] = row_shapes(shapes[:1])[0] if uniform and len(shapes) else shapes.astype(np.int32)
-        result.append(shared[key])
+        # Fields of equal lengths are common, and with them equal tables.
+        if id(head.shapes) not in shared:
+            compact = _compact(head.shapes)
+            key = compact if isinstance(compact, tuple) else (compact.shape, compact.tobytes())
+            shared[id(head.shapes)] = shared.setdefault(key, compact)
+        result.append(shared[id(head.shapes)])
     return tuple(result)
+
+
+def _compact(shapes: np.ndarray) -> RowShapes:
+    if len(shapes) and (shapes.strides[0] == 0 or bool((shapes == shapes[0]).all())):
+        return row_shapes(shapes[:1])[0]
+    return shapes.astype(np.int32 if not shapes.size or shapes.max() < 2**31 else np.int64)
 
 
 def shape_at(shapes: RowShapes, place: int) -> Shape:

@@ -113,6 +113,11 @@ def drop_pairs(parts: tuple[Block | int, ...], dropped: tuple[int, ...]) -> tupl
     return tuple(part for place, part in enumerate(parts) if place // 2 not in dropped)
 
 
+def writer_of(block_id: str) -> str:
+    """The writer named in a block id."""
+    return block_id.rpartition(":")[0]
+
+
 def tagged(rows: Iterable[Row]) -> TaggedKeys:
     """Keys and tags of rows."""
     rows = list(rows)

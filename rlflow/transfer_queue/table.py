@@ -12,11 +12,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rlflow.transfer_queue.capacity import Bounds
-from rlflow.transfer_queue.column import FieldHead
+from rlflow.transfer_queue.commit import BlockHead, PutReply
 from rlflow.transfer_queue.errors import (
     DtypeConflictError,
     QueueArgumentError,
@@ -29,53 +28,11 @@ from rlflow.transfer_queue.errors import (
 from rlflow.transfer_queue.fields import compact_shapes, schema_of
 from rlflow.transfer_queue.locate import Location, locate
 from rlflow.transfer_queue.partition import Freed, Partition, common_fields
-from rlflow.transfer_queue.rows import Block, Extent, Row
+from rlflow.transfer_queue.rows import Block, Extent, Row, writer_of
 from rlflow.transfer_queue.table_rows import RowNumbers
-from rlflow.transfer_queue.tags import LOST, Tag, TagBatch, pack_batch, unpack_batch
+from rlflow.transfer_queue.tags import LOST, Tag, TagBatch, pack_batch
 
 __all__ = ["BlockHead", "Extent", "Location", "PutReply", "Table", "Tag", "some"]
-
-
-@dataclass(slots=True)
-class BlockHead:
-    """What a put wrote: the commit that makes it visible.
-
-    Attributes:
-        unit: the storage unit that holds the block.
-        block_id: "{writer}:{number}", unique in the table.
-        fields: what each column is.
-        extent: where the backend keeps it; None when the id is enough to find it.
-        nbytes: bytes of its columns.
-        writer: who wrote it, for the lineage.
-    """
-
-    unit: int
-    block_id: str
-    fields: dict[str, FieldHead]
-    extent: Extent | None = None
-    nbytes: int = 0
-    writer: str = ""
-
-
-@dataclass(slots=True)
-class PutReply:
-    """The put's rows after the commit.
-
-    Attributes:
-        differing: numbers of the rows whose tag is another than the one that was put.
-        packed: the tags of these rows.
-        fields: the fields that all rows have, sorted.
-    """
-
-    differing: list[int]
-    packed: bytes
-    fields: list[str]
-
-    def merged(self, sent: list[Tag]) -> list[Tag]:
-        """The tags of all rows: `sent`, which is the caller's to give away, with the differing ones replaced."""
-        for number, tag in zip(self.differing, unpack_batch(self.packed).dicts(), strict=True):
-            sent[number] = tag
-        return sent
 
 
 class Table(RowNumbers):
@@ -92,10 +49,25 @@ class Table(RowNumbers):
         self.row_count = 0
         self._partitions: dict[str, Partition] = {}
         self._by_index: dict[int, Row] = {}
-        self._next_index = 0
-        self._commits = 0
+        self.next_index = 0
+        self.commits = 0
         self._blocks: dict[str, dict[str, Block]] = {}  # by writer, then by id
         self._abandoned: set[str] = set()
+
+    @classmethod
+    def restored(
+        cls, bounds: Bounds, partitions: Iterable[Partition], blocks: Iterable[Block], next_index: int, commits: int
+    ) -> Table:
+        """A table of these partitions, whose rows refer to these blocks."""
+        table = cls(bounds)
+        table.next_index, table.commits = next_index, commits
+        for partition in partitions:
+            table._partitions[partition.name] = partition
+            table._by_index.update({row.index: row for row in partition.rows.values()})
+            table.row_count += len(partition.rows)
+        for block in blocks:
+            table._register(block)
+        return table
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +150,7 @@ class Table(RowNumbers):
             self._check_expected(keys, partition_id, expect)
         partition = self._partitions.setdefault(partition_id, Partition(partition_id))
         rows, made = partition.find_or_make(keys, lambda key: self._new_row(key, partition.name))
-        self._commits += 1
+        self.commits += 1
         if batch is None:
             differing = [number for number, row in enumerate(rows) if row.names]
             changed = made
@@ -192,8 +164,8 @@ class Table(RowNumbers):
         return PutReply(differing, pack_batch(after), sorted(common_fields(rows)))
 
     def _new_row(self, key: str, partition_id: str) -> Row:
-        row = self._by_index[self._next_index] = Row(key, partition_id, self._next_index)
-        self._next_index += 1
+        row = self._by_index[self.next_index] = Row(key, partition_id, self.next_index)
+        self.next_index += 1
         self.row_count += 1
         return row
 
@@ -208,9 +180,9 @@ class Table(RowNumbers):
             compact_shapes(head.fields),
             sys.intern(head.writer),
             time.time(),
-            self._commits,
+            self.commits,
         )
-        self._blocks.setdefault(writer_of(head.block_id), {})[head.block_id] = block
+        self._register(block)
         freed, recovered = partition.place(rows, block)
         for name, column in head.fields.items():
             partition.fields[name].observe(column)
@@ -218,6 +190,14 @@ class Table(RowNumbers):
         if not recovered or len(changed) == len(rows):
             return changed
         return list({row.key: row for row in (*changed, *recovered)}.values())
+
+    def _register(self, block: Block) -> None:
+        self._blocks.setdefault(writer_of(block.block_id), {})[block.block_id] = block
+
+    def blocks(self) -> list[Block]:
+        """All blocks, oldest first."""
+        blocks = [block for of_writer in self._blocks.values() for block in of_writer.values()]
+        return sorted(blocks, key=lambda block: block.commit)
 
     def _discard(self, freed: Freed) -> None:
         for block in freed:
@@ -256,6 +236,14 @@ class Table(RowNumbers):
         garbage, self.garbage = self.garbage, {}
         return garbage
 
+    def take_over(self, former: Table) -> None:
+        """Replace a table of the same storage: know what it knew of units and writers, and go on with its numbers."""
+        self._abandoned = former._abandoned
+        self.next_index = max(self.next_index, former.next_index)
+        self.commits = max(self.commits, former.commits)
+        for unit, reason in former.lost_units.items():
+            self.lose_unit(unit, reason)
+
     # -- lost storage and dead writers -------------------------------------------------------------
 
     def lose_unit(self, unit: int, reason: str) -> list[str]:
@@ -290,6 +278,10 @@ class Table(RowNumbers):
         """Grows by one with each call that changed a key or a tag of the partition; 0 for an unknown one."""
         partition = self._partitions.get(partition_id)
         return 0 if partition is None else partition.log.version
+
+    def highest_version(self) -> int:
+        """The highest version of all partitions."""
+        return max((partition.log.version for partition in self._partitions.values()), default=0)
 
     def changes(self, partition_id: str, since_version: int) -> tuple[int, dict[str, Tag | None]]:
         """The current version and the tag of every key changed after `since_version`; None: the key was deleted.
@@ -367,11 +359,6 @@ class Table(RowNumbers):
                     records[block] = {"writer": block.writer, "time": block.written, "version": block.commit}
                 of_row[name] = records[block]
         return result
-
-
-def writer_of(block_id: str) -> str:
-    """The writer named in a block id."""
-    return block_id.rpartition(":")[0]
 
 
 def _check_reserved(batch: TagBatch) -> None:
