@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlflow.transfer_queue.errors import QueueArgumentError, QueueRequestError, QueueTypeError
-from rlflow.transfer_queue.table import Tag, some
+from rlflow.transfer_queue.errors import QueueArgumentError, QueueRequestError, QueueTypeError, some
 
 
 def check_keys(keys: Sequence[str] | str) -> list[str]:
@@ -17,17 +16,6 @@ def check_keys(keys: Sequence[str] | str) -> list[str]:
     for key in result:
         if not isinstance(key, str):
             raise QueueTypeError(f"a key is a string, got {key!r} of type {type(key).__name__}")
-    return result
-
-
-def check_tags(tags: Sequence[Tag], size: int) -> list[Tag]:
-    """Tags as a list of `size` dicts."""
-    result = list(tags)
-    if len(result) != size:
-        raise QueueArgumentError(f"{len(result)} tags for {size} keys; each row needs one dict, {{}} for no change")
-    for tag in result:
-        if not isinstance(tag, dict):
-            raise QueueTypeError(f"a tag is a dict, got {tag!r} of type {type(tag).__name__}")
     return result
 
 
@@ -64,3 +52,13 @@ def check_size(batch_size: int, least: int) -> int:
     if int(batch_size) < least:
         raise QueueRequestError(f"batch_size={batch_size} asks for no rows; ask for {least} or more")
     return int(batch_size)
+
+
+def check_rows(data: Any) -> int:
+    """Number of rows of a TensorDict; a TypeError for anything else, a ValueError (and RuntimeError) for no rows."""
+    size = getattr(data, "batch_size", None)
+    if size is None:
+        raise QueueTypeError(f"put takes a TensorDict, got {type(data).__name__}")
+    if not len(size) or not int(size[0]):
+        raise QueueRequestError(f"put got a TensorDict of batch size {tuple(size)}, which has no rows to write")
+    return int(size[0])

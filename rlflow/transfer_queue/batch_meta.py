@@ -18,9 +18,18 @@ from typing import Any
 
 import numpy as np
 
+from rlflow.transfer_queue.column import OBJECT
 from rlflow.transfer_queue.errors import MissingFieldError, QueueArgumentError
 from rlflow.transfer_queue.meta import check_permutation, chunk_bounds, copy_plain, merge_extra_info
-from rlflow.transfer_queue.schema import FieldSchema, extract_field_schema, join_schema, per_row
+from rlflow.transfer_queue.schema import (
+    FieldSchema,
+    extract_field_schema,
+    filled_shapes,
+    join_schema,
+    make_schema,
+    per_row,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class SampleView:
@@ -362,3 +371,18 @@ def _check_same_fields(parts: Sequence[BatchMeta]) -> None:
                 raise QueueArgumentError(
                     f"cannot join field {name!r} of dtypes {first.field_schema[name]['dtype']} and {schema['dtype']}"
                 )
+
+
+def meta_of(reply: dict[str, Any], partition_id: str) -> BatchMeta:
+    """The meta of rows that the controller described (`RowNumbers.describe`)."""
+    import torch
+
+    schema = {}
+    for name, (dtype, shapes) in reply["fields"].items():
+        if dtype == OBJECT:
+            schema[name] = make_schema(None, [None] * len(shapes))
+        else:
+            rows = filled_shapes([None if shape is None else (shape or (1,)) for shape in shapes])
+            schema[name] = make_schema(getattr(torch, dtype) if dtype else None, rows)
+    count = len(reply["indexes"])
+    return BatchMeta(reply["indexes"], [partition_id] * count, schema, reply["ready"], None, reply["tags"])

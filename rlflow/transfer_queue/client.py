@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,15 +20,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rlflow.transfer_queue.arguments import check_keys, check_partition, check_select, check_tags
+from rlflow.transfer_queue.arguments import check_keys, check_partition, check_select
 from rlflow.transfer_queue.column import OBJECT, Column, head_of, scatter
-from rlflow.transfer_queue.errors import QueueArgumentError, StorageKeyNotFoundError
+from rlflow.transfer_queue.commit import BlockHead
+from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError, StorageKeyNotFoundError, some
+from rlflow.transfer_queue.lineage import this_process
+from rlflow.transfer_queue.locate import Location
 from rlflow.transfer_queue.low_level import LowLevelCalls
 from rlflow.transfer_queue.meta import KVBatchMeta
 from rlflow.transfer_queue.ports import Port
 from rlflow.transfer_queue.predicate import Predicate
 from rlflow.transfer_queue.storage import DataParser, StorageClient
-from rlflow.transfer_queue.table import BlockHead, Location, Tag, some
+from rlflow.transfer_queue.tags import Tag, check_tags, copy_tags, pack_tags
 from rlflow.utils.errors import DeadlineError
 
 if TYPE_CHECKING:
@@ -65,7 +70,13 @@ class TransferQueueClient(LowLevelCalls):
     # -- put ---------------------------------------------------------------------------------------
 
     async def async_put_row(
-        self, key: str, partition_id: str, fields: Any, tag: Tag | None, data_parser: DataParser | None
+        self,
+        key: str,
+        partition_id: str,
+        fields: Any,
+        tag: Tag | None,
+        data_parser: DataParser | None,
+        expect: Tag | None = None,
     ) -> KVBatchMeta:
         """See `api.kv_put`."""
         keys = check_keys(key)
@@ -78,7 +89,8 @@ class TransferQueueClient(LowLevelCalls):
             if fields is not None and len(fields.batch_size) == 0:
                 fields = fields.unsqueeze(0)
             columns = await self._encode(fields, 1)
-        return await self._put(keys, partition_id, columns, tags, data_parser)
+        required = None if expect is None else [expect]
+        return await self._put(keys, partition_id, columns, tags, data_parser, required)
 
     async def async_put_batch(
         self,
@@ -87,10 +99,11 @@ class TransferQueueClient(LowLevelCalls):
         fields: Any,
         tags: Sequence[Tag] | None,
         data_parser: DataParser | None,
+        expect: Sequence[Tag] | None = None,
     ) -> KVBatchMeta:
         """See `api.kv_batch_put`."""
         keys = check_keys(keys)
-        return await self._put(keys, partition_id, await self._encode(fields, len(keys)), tags, data_parser)
+        return await self._put(keys, partition_id, await self._encode(fields, len(keys)), tags, data_parser, expect)
 
     async def _encode(self, fields: Any, size: int) -> dict[str, Column]:
         if fields is None:
@@ -106,19 +119,21 @@ class TransferQueueClient(LowLevelCalls):
         columns: dict[str, Column],
         tags: Sequence[Tag] | None,
         parser: DataParser | None,
+        expect: Sequence[Tag] | None = None,
     ) -> KVBatchMeta:
         check_partition(partition_id)
         if len(set(keys)) != len(keys):
             raise QueueArgumentError(f"the keys of a put must differ, got {len(keys)} keys, {len(set(keys))} different")
         if not columns and tags is None:
             raise QueueArgumentError(f"nothing to put for {some(keys)}: give fields, tags, or both")
-        if tags is not None:
-            tags = check_tags(tags, len(keys))
+        tags = None if tags is None else check_tags(tags, len(keys))
+        packed = None if tags is None else pack_tags(tags, keys)
+        required = None if expect is None else pack_tags(check_tags(expect, len(keys)), keys)
         head = await self._write(columns, parser) if columns else None
-        reply = await self.controller.call(
-            "put", keys, partition_id, tags, head, extra_s=float(self.config["capacity_wait_s"])
-        )
-        return KVBatchMeta(keys, reply.tags, partition_id, reply.fields)
+        extra_s = float(self.config["capacity_wait_s"])
+        reply = await self.controller.call("put", keys, partition_id, packed, head, required, extra_s=extra_s)
+        merged = reply.merged([{} for _ in keys] if tags is None else copy_tags(tags))
+        return KVBatchMeta.owning(keys, merged, partition_id, reply.fields)
 
     async def _write(self, columns: dict[str, Column], parser: DataParser | None) -> BlockHead:
         number = next(self._block_numbers)
@@ -129,7 +144,9 @@ class TransferQueueClient(LowLevelCalls):
         except asyncio.CancelledError:
             self._storage.discard(unit, block_id)
             raise
-        return BlockHead(unit, block_id, heads or {name: head_of(column) for name, column in columns.items()})
+        fields = heads or {name: head_of(column) for name, column in columns.items()}
+        nbytes = sum(column.data.nbytes for column in columns.values())
+        return BlockHead(unit, block_id, fields, nbytes=nbytes, writer=this_process())
 
     # -- get ---------------------------------------------------------------------------------------
 
@@ -207,6 +224,12 @@ class TransferQueueClient(LowLevelCalls):
 
     # -- the rest ----------------------------------------------------------------------------------
 
+    async def async_lineage(
+        self, keys: Sequence[str] | str, partition_id: str, fields: Sequence[str] | None
+    ) -> dict[str, dict[str, dict[str, Any]]]:
+        """See `api.kv_lineage`."""
+        return await self.controller.call("lineage", check_keys(keys), partition_id, fields)
+
     async def async_clear(self, keys: Sequence[str] | str, partition_id: str) -> None:
         """See `api.kv_clear`."""
         await self.controller.call("clear", check_keys(keys), partition_id)
@@ -215,9 +238,10 @@ class TransferQueueClient(LowLevelCalls):
         self, partition_id: str, since_version: int, timeout_s: float
     ) -> tuple[int, dict[str, Tag | None]]:
         """See `api.kv_watch`."""
-        return await self.controller.call(
+        reply = await self.controller.call(
             "watch", partition_id, int(since_version), float(timeout_s), extra_s=timeout_s
         )
+        return reply.version, {**reply.changed.dicts(), **dict.fromkeys(reply.deleted)}
 
     async def async_wait(
         self,
@@ -241,7 +265,25 @@ class TransferQueueClient(LowLevelCalls):
                 f"Waited {timeout_s:g} s on partition {partition_id!r}: {reply.lacking}. The producers of these rows "
                 "are slow, hung or gone; see their logs, or allow more time (timeout_s)"
             )
-        return reply.version, reply.matching
+        return reply.version, reply.matching.dicts()
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    async def async_save_checkpoint(self, checkpoint_dir: str, include_storage: bool, metadata: Any) -> None:
+        """See `api.save_checkpoint`."""
+        try:
+            json.dumps(metadata)
+        except (TypeError, ValueError) as error:
+            raise QueueTypeError(f"the metadata of a checkpoint must be plain JSON values: {error}") from error
+        if not include_storage:
+            logger.warning("include_storage=False has no effect: this storage lives in memory, and rows without it do not")
+        folder, extra_s = os.path.abspath(checkpoint_dir), float(self.config["checkpoint_timeout_s"])
+        await self.controller.call("save_checkpoint", folder, metadata, extra_s=extra_s)
+
+    async def async_load_checkpoint(self, checkpoint_dir: str) -> Any:
+        """See `api.load_checkpoint`."""
+        folder, extra_s = os.path.abspath(checkpoint_dir), float(self.config["checkpoint_timeout_s"])
+        return await self.controller.call("load_checkpoint", folder, extra_s=extra_s)
 
     async def async_stats(self) -> dict[str, Any]:
         """{"rows": {partition: count}, "units": [{"blocks", "bytes"} of each storage unit]}."""

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.transfer_queue.errors import FetchTimeoutError, QueueRequestError, StorageKeyNotFoundError
+from rlflow.transfer_queue.errors import FetchTimeoutError, QueueRequestError, StorageKeyNotFoundError, some
 from rlflow.transfer_queue.fetch import Fetches
 from rlflow.transfer_queue.signals import Signal
-from rlflow.transfer_queue.table import BlockHead, PutReply, Table, Tag, some
+from rlflow.transfer_queue.table import BlockHead, PutReply, Table, Tag
 
 
 class RowCalls(ABC):
@@ -29,7 +29,12 @@ class RowCalls(ABC):
 
     @abstractmethod
     async def put(
-        self, keys: Sequence[str], partition_id: str, tags: Sequence[Tag] | None, head: BlockHead | None
+        self,
+        keys: Sequence[str],
+        partition_id: str,
+        tags: bytes | None,
+        head: BlockHead | None,
+        expect: bytes | None = None,
     ) -> PutReply:
         """See `TransferQueueController.put`."""
 
@@ -42,8 +47,8 @@ class RowCalls(ABC):
         """Keys or tags of the partition have changed."""
 
     @abstractmethod
-    def _removed(self, partition_id: str) -> None:
-        """Rows of the partition are gone."""
+    def _removed(self, partition_id: str, count: int) -> None:
+        """`count` rows of the partition are gone."""
 
     # -- fetch -------------------------------------------------------------------------------------
 
@@ -56,8 +61,11 @@ class RowCalls(ABC):
 
     def _wake_fetches(self, partition_id: str) -> None:
         signal = self._data_signals.get(partition_id)
-        if signal is not None:
-            signal.fire()
+        if signal is None:
+            return
+        signal.fire()
+        if not signal:
+            del self._data_signals[partition_id]
 
     async def fetch(
         self,
@@ -76,14 +84,14 @@ class RowCalls(ABC):
             FetchTimeoutError: still too few after `timeout_s` seconds.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
-        signal = self._data_signals.setdefault(partition_id, Signal())
         while True:
             rows = self._fetches.choose(fields, batch_size, partition_id, task, config)
             if rows is not None:
                 return self._table.describe(rows, fields, partition_id)
             if self._polling:
                 return self._table.describe([], [], partition_id)
-            if not await signal.wait(deadline):
+            signal = self._data_signals.setdefault(partition_id, Signal())
+            if not await signal.wait(deadline, lambda: self._fetches.has(batch_size, fields, partition_id, task)):
                 raise FetchTimeoutError(self._describe_shortage(fields, batch_size, partition_id, task, timeout_s))
 
     def _describe_shortage(
@@ -162,8 +170,7 @@ class RowCalls(ABC):
         """Delete a partition with all marks and remembered choices; returns how many rows it had."""
         self._fetches.drop(partition_id)
         count = self._table.drop(partition_id)
-        if count:
-            self._removed(partition_id)
+        self._removed(partition_id, count)
         return count
 
     # -- statuses and marks ------------------------------------------------------------------------
@@ -191,14 +198,3 @@ class RowCalls(ABC):
         self._fetches.forget(partition_id)
         self._wake_fetches(partition_id)
         return found
-
-    # -- checkpoint --------------------------------------------------------------------------------
-
-    def sampler_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the sampler: dicts, lists, tuples and plain values."""
-        return self._fetches.sampler.save_checkpoint()
-
-    def load_sampler_state(self, state: dict[str, Any]) -> None:
-        """Take over `sampler_state`, after the table was filled from a checkpoint."""
-        self._fetches.forget()
-        self._fetches.sampler.load_checkpoint(state)

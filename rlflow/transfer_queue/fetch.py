@@ -17,7 +17,8 @@ from typing import Any
 
 from rlflow.transfer_queue.errors import QueueRequestError, StorageKeyNotFoundError
 from rlflow.transfer_queue.samplers import BaseSampler
-from rlflow.transfer_queue.table import Table, Tag
+from rlflow.transfer_queue.table import Table
+from rlflow.transfer_queue.tags import Tag
 
 # Views are rebuilt when they are needed again, so this bounds memory only.
 MAX_VIEWS = 64
@@ -110,6 +111,10 @@ class Fetches:
         self._check(rows, consumed, view, partition_id, task)
         self.consume(task, consumed, partition_id)
         return list(rows)
+
+    def has(self, count: int, fields: Sequence[str], partition_id: str, task: str) -> bool:
+        """Whether `count` rows may be open to the task."""
+        return len(self._view(partition_id, task, fields).open) >= count
 
     def _check(self, rows: Sequence[int], consumed: Sequence[int], view: _View, partition_id: str, task: str) -> None:
         name = type(self.sampler).__name__

@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from rlflow.transfer_queue.arguments import check_fields, check_keys, check_partition, check_size
-from rlflow.transfer_queue.batch_meta import BatchMeta
-from rlflow.transfer_queue.column import OBJECT
-from rlflow.transfer_queue.errors import QueueRequestError, QueueTypeError, StorageKeyNotFoundError
+from rlflow.transfer_queue.arguments import check_fields, check_keys, check_partition, check_rows, check_size
+from rlflow.transfer_queue.batch_meta import BatchMeta, meta_of
+from rlflow.transfer_queue.errors import QueueRequestError, StorageKeyNotFoundError
 from rlflow.transfer_queue.fetch import GENERATED_PREFIX
-from rlflow.transfer_queue.schema import make_schema
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from rlflow.transfer_queue.meta import KVBatchMeta
     from rlflow.transfer_queue.ports import Port
     from rlflow.transfer_queue.storage import DataParser
-    from rlflow.transfer_queue.table import Tag
+    from rlflow.transfer_queue.tags import Tag
 
 Self = TypeVar("Self")
 P = ParamSpec("P")
@@ -121,7 +119,7 @@ class LowLevelCalls:
         if mode == "insert":
             return await self._insert(fields, check_size(batch_size, 0), partition_id)
         if mode == "force_fetch":
-            return _meta_of(await self.controller.call("force_fetch", fields, partition_id), partition_id)
+            return meta_of(await self.controller.call("force_fetch", fields, partition_id), partition_id)
         if mode != "fetch":
             raise QueueRequestError(f"get_meta has no mode {mode!r}; try one of {', '.join(MODES)}")
         if not task_name:
@@ -131,7 +129,7 @@ class LowLevelCalls:
         reply = await self.controller.call(
             "fetch", fields, size, partition_id, task_name, config, wait_s, extra_s=wait_s
         )
-        return _meta_of(reply, partition_id)
+        return meta_of(reply, partition_id)
 
     async def _insert(self, fields: Sequence[str], count: int, partition_id: str) -> BatchMeta:
         indexes = await self.controller.call("insert", self._new_keys(count), partition_id) if count else []
@@ -150,7 +148,7 @@ class LowLevelCalls:
             StorageKeyNotFoundError: an unknown key. After `init(strict=False)` such keys are left out.
         """
         reply = await self.controller.call("describe", check_keys(keys), partition_id, create, self.strict)
-        return _meta_of(reply, partition_id)
+        return meta_of(reply, partition_id)
 
     async def async_kv_retrieve_keys(self, global_indexes: Sequence[int] | int, partition_id: str) -> list[str | None]:
         """Keys of row numbers.
@@ -173,7 +171,8 @@ class LowLevelCalls:
 
     async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
         """See `api.kv_list`. After `init(strict=False)` rows that were put without a key are left out."""
-        listing = await self.controller.call("listing", partition_id)
+        reply = await self.controller.call("listing", partition_id)
+        listing = {partition: tagged.dicts() for partition, tagged in reply.items()}
         if self.strict:
             return listing
         return {
@@ -206,7 +205,7 @@ class LowLevelCalls:
         """
         from rlflow.utils.tensordict_rows import index_select_tensor_dict
 
-        size = _rows_of(data)
+        size = check_rows(data)
         if metadata is None:
             if not partition_id:
                 raise QueueRequestError("put needs the rows (metadata=...) or the partition of new ones (partition_id)")
@@ -216,7 +215,7 @@ class LowLevelCalls:
             metadata = BatchMeta(indexes, [partition_id] * size)
         else:
             if metadata.size != size:
-                raise QueueRequestError(f"the data has {size} rows, the metadata {metadata.size}; put writes all of them")
+                raise QueueRequestError(f"the data has {size} rows, the metadata {metadata.size}; they must match")
             for partition, (places, keys) in (await self._keys(metadata)).items():
                 part = data if len(places) == size else index_select_tensor_dict(data, places)
                 await self.async_put_batch(keys, partition, part, None, data_parser)
@@ -295,9 +294,7 @@ class LowLevelCalls:
         """
         return self._status(*await self.controller.call("consumption", task_name, partition_id))
 
-    def _status(
-        self, indexes: Sequence[int], status: np.ndarray, known: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _status(self, indexes: Sequence[int], status: np.ndarray, known: bool) -> tuple[Tensor | None, Tensor | None]:
         import torch
 
         if not known and not self.strict:
@@ -337,8 +334,8 @@ class LowLevelCalls:
         own = self.config["backend"]["storage_backend"]
         if manager_type != own:
             raise QueueRequestError(
-                f"the table keeps its data in {own}, not in {manager_type!r}; the process that creates the table chooses "
-                "it (transfer_queue.backend.storage_backend)"
+                f"the table keeps its data in {own}, not in {manager_type!r}; the process that creates it chooses "
+                "(transfer_queue.backend.storage_backend)"
             )
 
     def close(self) -> None:
@@ -365,38 +362,3 @@ class LowLevelCalls:
     check_consumption_status = sync_form(async_check_consumption_status)
     mark_consumed = sync_form(async_mark_consumed)
     reset_consumption = sync_form(async_reset_consumption)
-
-
-# -- checks and conversions ------------------------------------------------------------------------
-
-
-def _meta_of(reply: dict[str, Any], partition_id: str) -> BatchMeta:
-    import torch
-
-    schema = {}
-    for name, (dtype, shapes) in reply["fields"].items():
-        if dtype == OBJECT:
-            schema[name] = make_schema(None, [None] * len(shapes))
-        else:
-            rows = _filled([None if shape is None else (shape or (1,)) for shape in shapes])
-            schema[name] = make_schema(getattr(torch, dtype) if dtype else None, rows)
-    count = len(reply["indexes"])
-    return BatchMeta(reply["indexes"], [partition_id] * count, schema, reply["ready"], None, reply["tags"])
-
-
-def _filled(shapes: Sequence[tuple[int, ...] | None]) -> list[tuple[int, ...] | None]:
-    """Shapes in which rows that are not ready have the shape of the others, or no elements where those differ."""
-    present = {shape for shape in shapes if shape is not None}
-    if not present:
-        return list(shapes)
-    common = min(present) if len(present) == 1 else (0,) * len(min(present))
-    return [common if shape is None else shape for shape in shapes]
-
-
-def _rows_of(data: Any) -> int:
-    size = getattr(data, "batch_size", None)
-    if size is None:
-        raise QueueTypeError(f"put takes a TensorDict, got {type(data).__name__}")
-    if not len(size) or not int(size[0]):
-        raise QueueRequestError(f"put got a TensorDict of batch size {tuple(size)}, which has no rows to write")
-    return int(size[0])

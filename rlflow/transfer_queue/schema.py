@@ -68,3 +68,12 @@ def join_schema(schemas: Sequence[FieldSchema], sizes: Sequence[int]) -> FieldSc
         return dict(schemas[0])
     joined["is_non_tensor"] = all(schema["is_non_tensor"] for schema in schemas)
     return joined
+
+
+def filled_shapes(shapes: Sequence[tuple[int, ...] | None]) -> list[tuple[int, ...] | None]:
+    """Shapes in which rows that are not ready have the shape of the others, or no elements where those differ."""
+    present = {shape for shape in shapes if shape is not None}
+    if not present:
+        return list(shapes)
+    common = min(present) if len(present) == 1 else (0,) * len(min(present))
+    return [common if shape is None else shape for shape in shapes]

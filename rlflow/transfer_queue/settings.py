@@ -16,8 +16,10 @@ DEFAULTS: dict[str, Any] = {
     "namespace": "transfer_queue",
     # Deadline of one remote call.
     "rpc_timeout_s": 120.0,
-    # How long a put waits for rows to be cleared when the table is full.
+    # How long a put of new rows waits for others to be cleared when the table is full.
     "capacity_wait_s": 30.0,
+    # How long a save or load of a checkpoint may take.
+    "checkpoint_timeout_s": 1800.0,
     "controller": {
         # Chooses rows for `get_meta(mode="fetch")`: a name of samplers.SAMPLERS, a dotted name, a class or an instance.
         "sampler": "SequentialSampler",
@@ -37,6 +39,8 @@ DEFAULTS: dict[str, Any] = {
         "SimpleStorage": {
             # Rows that may be held at a time; None for no limit.
             "total_storage_size": None,
+            # Bytes that may be held at a time; None for no limit.
+            "total_storage_bytes": None,
             # An upper bound: one node gets no more than one unit per 8 cores, unless exact_unit_count is set.
             "num_data_storage_units": 2,
             "exact_unit_count": False,
@@ -78,7 +82,13 @@ def merge_config(conf: Any) -> dict[str, Any]:
             f"transfer_queue.backend.SimpleStorage.total_storage_size={capacity!r} rows cannot hold a batch; try "
             "100000, or null for no limit"
         )
-    for key in ("rpc_timeout_s", "capacity_wait_s"):
+    limit = simple["total_storage_bytes"]
+    if limit is not None and not _is_count(limit):
+        raise ConfigError(
+            f"transfer_queue.backend.SimpleStorage.total_storage_bytes={limit!r} bytes cannot hold a batch; try "
+            "17179869184 (16 GiB), or null for no limit"
+        )
+    for key in ("rpc_timeout_s", "capacity_wait_s", "checkpoint_timeout_s"):
         _check_duration(key, config[key], DEFAULTS[key])
     storage_backend(config["backend"]["storage_backend"])
     _check_controller(config["controller"])

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 
 class Signal:
-    """Wakes everyone who waits on it; knows nothing of what happened."""
+    """Wakes those who wait on it; knows nothing of what happened."""
 
     def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], Callable[[], bool] | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiters)
 
     def fire(self) -> None:
-        """Wake all present waiters."""
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+        """Something has changed: wake the waiters that are ready now."""
+        for waiter, ready in list(self._waiters.items()):
+            if waiter.done():
+                continue
+            try:
+                if ready is None or ready():
+                    waiter.set_result(None)
+            except Exception as error:  # belongs to the waiter, not to the one who changed something
+                waiter.set_exception(error)
 
-    async def wait(self, deadline: float) -> bool:
-        """Sleep until the next `fire`; False when the loop's clock reaches `deadline` first."""
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        self._waiters.add(waiter)
+    async def wait(self, deadline: float, ready: Callable[[], bool] | None = None) -> bool:
+        """Sleep until a `fire` after which `ready()` is true; False when the loop's clock reaches `deadline` first.
+
+        Args:
+            deadline: time of the loop's clock.
+            ready: looked at in each `fire`, so that a waiter costs no more than this look while nothing concerns it.
+        """
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters[waiter] = ready
         try:
             async with asyncio.timeout_at(deadline):
                 await waiter
         except TimeoutError:
             return False
         finally:
-            self._waiters.discard(waiter)
+            del self._waiters[waiter]
         return True

@@ -8,15 +8,15 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from rlflow.transfer_queue.column import row_shapes
-from rlflow.transfer_queue.errors import StorageKeyNotFoundError
-
-if TYPE_CHECKING:
-    from rlflow.transfer_queue.table import Tag, _Partition, _Row
+from rlflow.transfer_queue.errors import StorageKeyNotFoundError, some
+from rlflow.transfer_queue.fields import shape_at
+from rlflow.transfer_queue.partition import Partition, common_fields
+from rlflow.transfer_queue.rows import Row
+from rlflow.transfer_queue.tags import Tag
 
 # Per field: dtype name, and the shape of each row; None for a row that has no tensor there.
 Shapes = dict[str, tuple[str, list[tuple[int, ...] | None]]]
@@ -25,12 +25,15 @@ Shapes = dict[str, tuple[str, list[tuple[int, ...] | None]]]
 class RowNumbers:
     """Mixin of `Table`."""
 
-    _partitions: dict[str, _Partition]
-    _by_index: dict[int, tuple[str, str]]
+    _partitions: dict[str, Partition]
+    _by_index: dict[int, Row]
 
-    def _row(self, index: int) -> _Row:
-        partition, key = self._by_index[index]
-        return self._partitions[partition].rows[key]
+    def _known(self, keys: Sequence[str], partition_id: str) -> list[Row]:
+        rows = self._partitions[partition_id].rows if partition_id in self._partitions else {}
+        unknown = [key for key in keys if key not in rows]
+        if unknown:
+            raise StorageKeyNotFoundError(f"partition {partition_id!r} has no key {some(unknown)}")
+        return [rows[key] for key in keys]
 
     # -- which rows there are ----------------------------------------------------------------------
 
@@ -38,16 +41,14 @@ class RowNumbers:
         """Names of all partitions, oldest first."""
         return [name for name, partition in self._partitions.items() if partition.listed]
 
-    def indexes(
-        self, partition_id: str, keys: Iterable[str] | None = None, fields: Sequence[str] = ()
-    ) -> list[int]:
+    def indexes(self, partition_id: str, keys: Iterable[str] | None = None, fields: Sequence[str] = ()) -> list[int]:
         """Numbers of the rows that have all of `fields`, of `keys` (unknown ones are left out) or of the partition."""
         partition = self._partitions.get(partition_id)
         if partition is None:
             return []
         known = partition.rows
         rows = known.values() if keys is None else [known[key] for key in keys if key in known]
-        return [row.index for row in rows if all(name in row.cells for name in fields)]
+        return [row.index for row in rows if row.fields.issuperset(fields)]
 
     def existing(self, indexes: Iterable[int]) -> list[int]:
         """Those of the numbers that name a row."""
@@ -58,11 +59,11 @@ class RowNumbers:
         unknown = [index for index in indexes if index not in self._by_index]
         if unknown:
             raise StorageKeyNotFoundError(f"no rows with the numbers {unknown[:8]}: cleared, or never there")
-        return [self._by_index[index] for index in indexes]
+        return [(self._by_index[index].partition, self._by_index[index].key) for index in indexes]
 
     def tags_of(self, indexes: Iterable[int]) -> list[Tag]:
         """Tags of existing rows."""
-        return [self._row(index).tag for index in indexes]
+        return [self._by_index[index].tag for index in indexes]
 
     # -- what they hold ----------------------------------------------------------------------------
 
@@ -77,18 +78,18 @@ class RowNumbers:
         Returns:
             `indexes`, `tags`, `fields` (see `Shapes`), and `ready`: 1 for a row that has all of `names`.
         """
-        rows = [self._row(index) for index in indexes]
+        rows = [self._by_index[index] for index in indexes]
         partition = self._partitions.get(partition_id)
         known = sorted(partition.fields) if partition is not None else []
         wanted = known if names is None else [name for name in dict.fromkeys(names) if name in known]
-        if names is None:
-            wanted = [name for name in wanted if all(name in row.cells for row in rows)]
+        if names is None and rows:
+            wanted = sorted(common_fields(rows))
         needed = wanted if names is None else names
         return {
             "indexes": list(indexes),
             "tags": [row.tag for row in rows],
             "fields": {name: _shapes(name, rows) for name in wanted},
-            "ready": [int(bool(needed) and all(name in row.cells for name in needed)) for row in rows],
+            "ready": [int(bool(needed) and row.fields.issuperset(needed)) for row in rows],
         }
 
     def production(self, fields: Sequence[str], partition_id: str) -> tuple[list[int], np.ndarray, bool]:
@@ -101,7 +102,7 @@ class RowNumbers:
         if partition is None or not partition.listed:
             return [], np.zeros((0, len(fields)), np.int8), False
         rows = partition.rows.values()
-        status = np.array([[name in row.cells for name in fields] for row in rows], np.int8)
+        status = np.array([[name in row.fields for name in fields] for row in rows], np.int8)
         known = bool(fields) and all(name in partition.fields for name in fields)
         return [row.index for row in rows], status.reshape(len(rows), len(fields)), known
 
@@ -136,15 +137,15 @@ class RowNumbers:
         return True
 
 
-def _shapes(name: str, rows: Sequence[_Row]) -> tuple[str, list[tuple[int, ...] | None]]:
+def _shapes(name: str, rows: Sequence[Row]) -> tuple[str, list[tuple[int, ...] | None]]:
     dtype = ""
     shapes: list[tuple[int, ...] | None] = []
     for row in rows:
-        if name not in row.cells:
+        if name not in row.fields:
             shapes.append(None)
             continue
-        block, place = row.cells[name]
-        field = block.head.fields[name]
-        dtype = dtype or field.dtype
-        shapes.append(row_shapes(field.shapes[place : place + 1])[0])
+        block, place = row.cell(name)
+        column = block.schema.names.index(name)
+        dtype = block.schema.dtypes[column]
+        shapes.append(shape_at(block.shapes[column], place))
     return dtype, shapes

@@ -99,5 +99,5 @@ PUBLIC_NAMES = """
 BaseSampler BatchMeta GRPOGroupNSampler KVBatchMeta RankAwareSampler SeqlenBalancedSampler SequentialSampler
 StorageKeyNotFoundError TransferQueueClient async_kv_batch_get async_kv_batch_get_by_meta async_kv_batch_put
 async_kv_clear async_kv_list async_kv_put close get_client get_metrics_endpoint init kv_batch_get kv_batch_get_by_meta
-kv_batch_put kv_clear kv_list kv_put __version__
+kv_batch_put kv_clear kv_list kv_put load_checkpoint save_checkpoint __version__
 """.split()
