@@ -258,7 +258,8 @@ def _connect(port: Port, strict: bool, owner: bool, namespace: str) -> TransferQ
 def _create(config: dict[str, Any], strict: bool) -> bool:
     """Create the table; False when another process was faster."""
     ray = _require_ray()
-    actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_MAX_CONCURRENCY)(TransferQueueController)
+    options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": _MAX_CONCURRENCY}
+    actor_class = ray.remote(**options)(_controller_class(config))
     placements = place_units(config, ray.nodes())
     try:
         handle = actor_class.options(name=CONTROLLER_NAME, namespace=config["namespace"]).remote(config, placements)
@@ -270,8 +271,16 @@ def _create(config: dict[str, Any], strict: bool) -> bool:
     return True
 
 
+def _controller_class(config: dict[str, Any]) -> type[TransferQueueController]:
+    if not config["metrics"]["enabled"]:
+        return TransferQueueController
+    from rlflow.transfer_queue.exporter import MeteredController
+
+    return MeteredController
+
+
 def _create_local(config: dict[str, Any], strict: bool) -> None:
-    controller = TransferQueueController(config, [None])
+    controller = _controller_class(config)(config, [None])
     _connect(LocalPort(controller, loop_thread().loop), strict, owner=True, namespace=config["namespace"])
 
 
@@ -284,8 +293,11 @@ def close() -> None:
             _connection = None
         if connection is None or not connection.owner:
             return
-        if isinstance(connection.client.controller, RayPort):
-            _kill(connection.client.controller.handle)
+        client = connection.client
+        if isinstance(client.controller, RayPort):
+            _kill(client.controller.handle)
+        elif client.config["metrics"]["enabled"]:
+            loop_thread().run(client.controller.call("stop_metrics"))
 
 
 def _kill(handle: Any) -> None:

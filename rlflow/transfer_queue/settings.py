@@ -33,6 +33,8 @@ DEFAULTS: dict[str, Any] = {
         "enabled": False,
         "host": "127.0.0.1",
         "port": 0,
+        # Seconds between two looks at the table and the storage units.
+        "interval_s": 10.0,
     },
     "backend": {
         "storage_backend": "SimpleStorage",
@@ -142,6 +144,7 @@ def _check_metrics(metrics: Mapping[str, Any]) -> None:
     port = metrics["port"]
     if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port <= 65535:
         raise ConfigError(f"transfer_queue.metrics.port={port!r} is no port; try 0 for a free one")
+    _check_duration("metrics.interval_s", metrics["interval_s"], 10.0)
     if metrics["enabled"] and importlib.util.find_spec("prometheus_client") is None:
         raise ConfigError(
             "transfer_queue.metrics.enabled=true needs the package prometheus-client, which is not installed; "

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from rlflow.transfer_queue.column import Column, FieldHead, gather, head_of, owned
+from rlflow.transfer_queue.meter import unit_class_for
 from rlflow.transfer_queue.ports import RayPort
 from rlflow.utils.errors import ConfigError
 
@@ -149,7 +150,7 @@ class SimpleStorageHost(StorageHost):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         # num_cpus=0: the units move bytes and must not take a core from the scheduler's account.
-        unit_class = ray.remote(num_cpus=0, max_restarts=0)(StorageUnit)
+        unit_class = ray.remote(num_cpus=0, max_restarts=0)(unit_class_for(config, StorageUnit))
         # The session in the name keeps a new table's units apart from those of one that is just being torn down.
         suffix = str(ray.get_runtime_context().get_actor_id())[:12]
         self._timeout_s = float(config["rpc_timeout_s"])
@@ -206,7 +207,7 @@ class LocalStorageHost(StorageHost):
     """One unit in this process."""
 
     def __init__(self, config: dict[str, Any], placements: Sequence[str | None]) -> None:
-        self._unit = StorageUnit()
+        self._unit = unit_class_for(config, StorageUnit)()
 
     @property
     def endpoint(self) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from rlflow.transfer_queue.errors import StorageKeyNotFoundError, some
 from rlflow.transfer_queue.fields import shape_at
 from rlflow.transfer_queue.partition import Partition, common_fields
-from rlflow.transfer_queue.rows import Row
+from rlflow.transfer_queue.rows import Block, Row
 from rlflow.transfer_queue.tags import Tag
 
 # Per field: dtype name, and the shape of each row; None for a row that has no tensor there.
@@ -27,6 +27,9 @@ class RowNumbers:
 
     _partitions: dict[str, Partition]
     _by_index: dict[int, Row]
+    _blocks: dict[str, dict[str, Block]]
+    lost_units: dict[int, str]
+    next_index: int
 
     def _known(self, keys: Sequence[str], partition_id: str) -> list[Row]:
         rows = self._partitions[partition_id].rows if partition_id in self._partitions else {}
@@ -105,6 +108,30 @@ class RowNumbers:
         status = np.array([[name in row.fields for name in fields] for row in rows], np.int8)
         known = bool(fields) and all(name in partition.fields for name in fields)
         return [row.index for row in rows], status.reshape(len(rows), len(fields)), known
+
+    def figures(self) -> dict[str, Any]:
+        """For metrics; costs by partition and by block, not by row.
+
+        `partitions`: {name: `rows`, `production` (share of the cells that are there), `consumption` ({task: share of
+        the rows})}; `blocks`: {storage unit: (blocks, bytes)}; `next_index`; `lost_units` (how many).
+        """
+        partitions = {}
+        for name in self.partitions():
+            partition = self._partitions[name]
+            count = len(partition.rows)
+            cells = [state.cells for state in partition.fields.values()]
+            partitions[name] = {
+                "rows": count,
+                "production": sum(cells) / (count * len(cells)) if cells and count else 0.0,
+                "consumption": {task: len(seen) / max(count, 1) for task, seen in partition.consumed.items()},
+            }
+        blocks: dict[str, tuple[int, int]] = {}
+        for of_writer in self._blocks.values():
+            for block in of_writer.values():
+                number, nbytes = blocks.get(str(block.unit), (0, 0))
+                blocks[str(block.unit)] = (number + 1, nbytes + block.nbytes)
+        lost = len(self.lost_units)
+        return {"partitions": partitions, "blocks": blocks, "next_index": self.next_index, "lost_units": lost}
 
     # -- what a task has consumed ------------------------------------------------------------------
 
