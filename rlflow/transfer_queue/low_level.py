@@ -342,7 +342,7 @@ class LowLevelCalls:
         """Leave the table, if this process does not own it; the owner ends it with `tq.close()`."""
         from rlflow.transfer_queue import runtime
 
-        runtime.leave(self)
+        runtime.leave(self.controller)
 
     # -- sync forms --------------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ def metered(cls: C, rows_of: Callable[[str, Sequence[Any], Any], int]) -> C:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         self.meter = Meter()
-        cls.__init__(self, *args, **kwargs)
+        cls.__init__(self, *args, **kwargs)  # type: ignore[misc]
 
     methods = {
         name: _timed(name, method, rows_of)

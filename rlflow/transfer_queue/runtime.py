@@ -170,11 +170,11 @@ def forget_if_gone(client: TransferQueueClient) -> None:
             _connection = None
 
 
-def leave(client: TransferQueueClient) -> None:
-    """Drop the process's client if it is this one, unless the table lives as long as it: the owner's stays."""
+def leave(controller: Port) -> None:
+    """Drop the process's client if it is one of this controller, unless the table lives as long as it: the owner's."""
     global _connection
     with _state:
-        if _connection is not None and _connection.client is client and not _connection.owner:
+        if _connection is not None and _connection.client.controller is controller and not _connection.owner:
             _connection = None
 
 
