@@ -84,12 +84,24 @@ class TransferQueueController:
 
     async def session(self) -> dict[str, Any]:
         """What a client needs to take part."""
+        self._host.watch_units(self._on_lost, self.abandon)
         return {"config": self._config, "endpoint": self._host.endpoint}
 
     async def stats(self) -> dict[str, Any]:
         """Rows by partition, and blocks and bytes by storage unit."""
         rows = {name: len(tags) for name, tags in self._table.listing().items()}
         return {"rows": rows, "units": await self._host.stats()}
+
+    def _on_lost(self, unit: int, reason: str) -> None:
+        logger.warning("storage unit %d is gone: %s", unit, reason)
+
+    async def unit_lost(self, unit: int, reason: str) -> None:
+        """A client found a storage unit gone."""
+        self._on_lost(unit, reason)
+
+    async def abandon(self, writer: str) -> list[str]:
+        """A writer is gone: the ids of its blocks that hold live cells."""
+        return self._table.blocks_of(writer)
 
     # -- writing -----------------------------------------------------------------------------------
 

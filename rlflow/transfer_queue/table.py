@@ -264,6 +264,16 @@ class Table:
         self._forget_old_tombstones(partition)
         return len(gone)
 
+    def blocks_of(self, writer: str) -> list[str]:
+        """Ids of a writer's blocks that hold a cell."""
+        ids = {
+            block.head.block_id
+            for partition in self._partitions.values()
+            for row in partition.rows.values()
+            for block, _ in row.cells.values()
+        }
+        return sorted(block_id for block_id in ids if block_id.startswith(f"{writer}:"))
+
     def take_garbage(self) -> dict[int, list[str]]:
         """Ids of the blocks to free, by storage unit; they are the caller's from now on."""
         garbage, self.garbage = self.garbage, {}
