@@ -41,10 +41,13 @@ if TYPE_CHECKING:
         async_kv_batch_get_by_meta,
         async_kv_batch_put,
         async_kv_clear,
+        async_kv_lineage,
         async_kv_list,
         async_kv_put,
         async_kv_wait,
         async_kv_watch,
+        async_wait,
+        async_watch,
         close,
         get_client,
         get_metrics_endpoint,
@@ -53,23 +56,33 @@ if TYPE_CHECKING:
         kv_batch_get_by_meta,
         kv_batch_put,
         kv_clear,
+        kv_lineage,
         kv_list,
         kv_put,
         kv_wait,
         kv_watch,
+        load_checkpoint,
+        save_checkpoint,
+        wait,
+        watch,
     )
     from rlflow.transfer_queue.batch_meta import BatchMeta, extract_field_schema
     from rlflow.transfer_queue.client import TransferQueueClient
     from rlflow.transfer_queue.errors import (
         CapacityError,
         DtypeConflictError,
+        IncompleteCheckpointError,
         MissingFieldError,
+        NotOwnerError,
         NotReadyError,
         QueueArgumentError,
         QueueNotInitializedError,
         QueueTypeError,
         QueueUnavailableError,
         StorageKeyNotFoundError,
+        StorageUnitLostError,
+        TableCheckpointError,
+        TagConflictError,
         TransferQueueError,
         WatchGapError,
     )
@@ -78,15 +91,17 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": (
-        "async_kv_batch_get async_kv_batch_get_by_meta async_kv_batch_put async_kv_clear async_kv_list async_kv_put "
-        "async_kv_wait async_kv_watch close get_client get_metrics_endpoint init kv_batch_get kv_batch_get_by_meta "
-        "kv_batch_put kv_clear kv_list kv_put kv_wait kv_watch"
+        "async_kv_batch_get async_kv_batch_get_by_meta async_kv_batch_put async_kv_clear async_kv_lineage async_kv_list "
+        "async_kv_put async_kv_wait async_kv_watch async_wait async_watch close get_client get_metrics_endpoint init "
+        "kv_batch_get kv_batch_get_by_meta kv_batch_put kv_clear kv_lineage kv_list kv_put kv_wait kv_watch "
+        "load_checkpoint save_checkpoint wait watch"
     ),
     "batch_meta": "BatchMeta extract_field_schema",
     "client": "TransferQueueClient",
     "errors": (
-        "CapacityError DtypeConflictError MissingFieldError NotReadyError QueueArgumentError QueueNotInitializedError "
-        "QueueTypeError QueueUnavailableError StorageKeyNotFoundError TransferQueueError WatchGapError"
+        "CapacityError DtypeConflictError IncompleteCheckpointError MissingFieldError NotOwnerError NotReadyError "
+        "QueueArgumentError QueueNotInitializedError QueueTypeError QueueUnavailableError StorageKeyNotFoundError "
+        "StorageUnitLostError TableCheckpointError TagConflictError TransferQueueError WatchGapError"
     ),
     "meta": "KVBatchMeta",
     "predicate": "Predicate",

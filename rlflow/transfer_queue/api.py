@@ -8,7 +8,9 @@ no answer comes in time, `QueueUnavailableError` when the table is gone, `QueueN
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.transfer_queue.errors import QueueNotInitializedError, QueueUnavailableError
@@ -107,6 +109,8 @@ async def async_kv_put(
     fields: TensorDict | dict[str, Any] | None = None,
     tag: Tag | None = None,
     data_parser: DataParser | None = None,
+    *,
+    expect: Tag | None = None,
 ) -> KVBatchMeta:
     """Put fields and/or the tag of one row, in one commit.
 
@@ -119,6 +123,7 @@ async def async_kv_put(
         fields: a dict (a tensor is the row's tensor, anything else one object), or a TensorDict of one row.
         tag: plain values.
         data_parser: applied to {field: [row value]} in the storage unit before storing; keeps fields and row count.
+        expect: tag entries that must be so before the put, e.g. `{"status": "pending"}`; None stands for an absent one.
 
     Returns:
         A KVBatchMeta of the row: the merged tag, and the fields it has now.
@@ -127,9 +132,10 @@ async def async_kv_put(
         QueueArgumentError: (a ValueError) neither fields nor tag, or a nested tensor in a dict.
         QueueTypeError: (a TypeError) a key or value that cannot be stored; names the field.
         DtypeConflictError: a field holds another dtype; nothing was stored.
-        CapacityError: the table is full.
+        TagConflictError: `expect` does not hold; nothing was stored.
+        CapacityError: the table is full, and the put brings new rows with fields.
     """
-    return await _run(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser))
+    return await _run(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser, expect))
 
 
 async def async_kv_batch_put(
@@ -138,6 +144,8 @@ async def async_kv_batch_put(
     fields: TensorDict | None = None,
     tags: Sequence[Tag] | None = None,
     data_parser: DataParser | None = None,
+    *,
+    expect: Sequence[Tag] | None = None,
 ) -> KVBatchMeta:
     """`async_kv_put` for several rows in one commit.
 
@@ -147,8 +155,9 @@ async def async_kv_batch_put(
         fields: TensorDict of batch size [N]: dense tensors [N, ...], jagged tensors, NonTensorStacks.
         tags: N dicts.
         data_parser: see `async_kv_put`; gets {field: [N row values]}.
+        expect: N dicts, see `async_kv_put`.
     """
-    return await _run(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser))
+    return await _run(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser, expect))
 
 
 def kv_put(
@@ -157,9 +166,11 @@ def kv_put(
     fields: TensorDict | dict[str, Any] | None = None,
     tag: Tag | None = None,
     data_parser: DataParser | None = None,
+    *,
+    expect: Tag | None = None,
 ) -> KVBatchMeta:
     """Sync form of `async_kv_put`."""
-    return _run_direct(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser))
+    return _run_direct(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser, expect))
 
 
 def kv_batch_put(
@@ -168,9 +179,11 @@ def kv_batch_put(
     fields: TensorDict | None = None,
     tags: Sequence[Tag] | None = None,
     data_parser: DataParser | None = None,
+    *,
+    expect: Sequence[Tag] | None = None,
 ) -> KVBatchMeta:
     """Sync form of `async_kv_batch_put`."""
-    return _run_direct(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser))
+    return _run_direct(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser, expect))
 
 
 def _layout(kind: str, padding_side: str, padding_value: float | Mapping[str, float]) -> Layout | None:
@@ -270,6 +283,33 @@ def kv_batch_get_by_meta(
     return _run_direct(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok, how))
 
 
+async def async_kv_lineage(
+    keys: Sequence[str] | str, partition_id: str, fields: Sequence[str] | None = None
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Who wrote the fields of rows.
+
+    Args:
+        keys: the rows.
+        partition_id: their partition.
+        fields: the fields asked for, those that a row lacks are left out; None: all it has.
+
+    Returns:
+        {key: {field: {"writer": process and node, "time": seconds since 1970, "version": which put of the table it
+        was, counted from 1}}}.
+
+    Raises:
+        StorageKeyNotFoundError: (a KeyError) an unknown key.
+    """
+    return await _run(lambda client: client.async_lineage(keys, partition_id, fields))
+
+
+def kv_lineage(
+    keys: Sequence[str] | str, partition_id: str, fields: Sequence[str] | None = None
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Sync form of `async_kv_lineage`."""
+    return _run_sync(lambda client: client.async_lineage(keys, partition_id, fields))
+
+
 # -- list, clear -----------------------------------------------------------------------------------
 
 
@@ -358,3 +398,95 @@ def kv_wait(
 ) -> tuple[int, dict[str, Tag]]:
     """Sync form of `async_kv_wait`."""
     return _run_sync(lambda client: client.async_wait(partition_id, keys, predicate, since_version, timeout_s))
+
+
+async def async_watch(
+    partition_id: str, since_version: int = 0, timeout: float = 60.0
+) -> tuple[int, dict[str, Tag | None]]:
+    """Short form of `async_kv_watch`."""
+    return await async_kv_watch(partition_id, since_version, timeout)
+
+
+async def async_wait(
+    partition_id: str, predicate: Predicate | Any, count: int | None = None, timeout: float = 60.0
+) -> dict[str, Tag]:
+    """Sleep until `count` keys of a partition match: the short form of `async_kv_wait`.
+
+    Args:
+        partition_id: the partition; need not exist yet.
+        predicate: a `Predicate`, or the value or values of the tag entry "status" that count.
+        count: how many keys must match; None: as the predicate says, else 1.
+        timeout: seconds to sleep at most.
+
+    Returns:
+        {matching key: tag}.
+
+    Raises:
+        DeadlineError: see `async_kv_wait`.
+    """
+    _, matching = await async_kv_wait(partition_id, predicate=_counted(predicate, count), timeout_s=timeout)
+    return matching
+
+
+def watch(partition_id: str, since_version: int = 0, timeout: float = 60.0) -> tuple[int, dict[str, Tag | None]]:
+    """Sync form of `async_watch`."""
+    return kv_watch(partition_id, since_version, timeout)
+
+
+def wait(
+    partition_id: str, predicate: Predicate | Any, count: int | None = None, timeout: float = 60.0
+) -> dict[str, Tag]:
+    """Sync form of `async_wait`."""
+    return kv_wait(partition_id, predicate=_counted(predicate, count), timeout_s=timeout)[1]
+
+
+def _counted(predicate: Predicate | Any, count: int | None) -> Predicate:
+    if not isinstance(predicate, Predicate):
+        return Predicate(predicate, 1 if count is None else count)
+    if count is None:
+        return predicate if predicate.count is not None else replace(predicate, count=1)
+    return replace(predicate, count=count)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], *, include_storage: bool = True, metadata: dict[str, Any] | None = None
+) -> None:
+    """Write the whole table into a folder, as it is at one moment; writers need not stop.
+
+    A checkpoint that is there already is replaced once the new one is whole.
+
+    Args:
+        checkpoint_dir: the folder; must be visible from the nodes of the controller and of all storage units.
+        include_storage: False has no effect, as storage in memory would be lost.
+        metadata: JSON values that `load_checkpoint` returns.
+
+    Raises:
+        NotOwnerError: (a RuntimeError) this process did not create the table.
+        TableCheckpointError: nothing was written; names the reason.
+    """
+    from rlflow.transfer_queue import runtime
+
+    runtime.check_owner("save a checkpoint")
+    _run_sync(lambda client: client.async_save_checkpoint(os.fspath(checkpoint_dir), include_storage, metadata))
+
+
+def load_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Replace everything in the table by a checkpoint. The number of storage units may be another one.
+
+    Watchers get a `WatchGapError` and start again from version 0; waits go on with the restored rows.
+
+    Returns:
+        The `metadata` given to `save_checkpoint`.
+
+    Raises:
+        NotOwnerError: (a RuntimeError) this process did not create the table.
+        IncompleteCheckpointError: (a FileNotFoundError) there is no whole checkpoint; the table is unchanged.
+        TableCheckpointError: it is damaged; the table is unchanged.
+    """
+    from rlflow.transfer_queue import runtime
+
+    runtime.check_owner("load a checkpoint")
+    return _run_sync(lambda client: client.async_load_checkpoint(os.fspath(checkpoint_dir)))

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,12 +24,15 @@ import numpy as np
 
 from rlflow.transfer_queue.batch_meta import BatchMeta, make_schema
 from rlflow.transfer_queue.column import OBJECT, Column, heads_of
-from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError, StorageKeyNotFoundError
+from rlflow.transfer_queue.commit import BlockHead
+from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError, StorageKeyNotFoundError, some
+from rlflow.transfer_queue.lineage import this_process
+from rlflow.transfer_queue.locate import Location
 from rlflow.transfer_queue.meta import KVBatchMeta
 from rlflow.transfer_queue.ports import Port, offload
 from rlflow.transfer_queue.predicate import Predicate
 from rlflow.transfer_queue.storage import DataParser, StorageClient, UnitGoneError, Written
-from rlflow.transfer_queue.table import BlockHead, Location, Tag, some
+from rlflow.transfer_queue.tags import Tag, check_tags, copy_tags, pack_tags
 from rlflow.utils.errors import DeadlineError
 
 if TYPE_CHECKING:
@@ -74,7 +79,13 @@ class TransferQueueClient:
     # -- put ---------------------------------------------------------------------------------------
 
     async def async_put_row(
-        self, key: str, partition_id: str, fields: Any, tag: Tag | None, data_parser: DataParser | None
+        self,
+        key: str,
+        partition_id: str,
+        fields: Any,
+        tag: Tag | None,
+        data_parser: DataParser | None,
+        expect: Tag | None = None,
     ) -> KVBatchMeta:
         """See `api.kv_put`."""
         keys = check_keys(key)
@@ -87,7 +98,8 @@ class TransferQueueClient:
             if fields is not None and len(fields.batch_size) == 0:
                 fields = fields.unsqueeze(0)
             columns = await self._encode(fields, 1)
-        return await self._put(keys, partition_id, columns, tags, data_parser)
+        required = None if expect is None else [expect]
+        return await self._put(keys, partition_id, columns, tags, data_parser, required)
 
     async def async_put_batch(
         self,
@@ -96,10 +108,11 @@ class TransferQueueClient:
         fields: Any,
         tags: Sequence[Tag] | None,
         data_parser: DataParser | None,
+        expect: Sequence[Tag] | None = None,
     ) -> KVBatchMeta:
         """See `api.kv_batch_put`."""
         keys = check_keys(keys)
-        return await self._put(keys, partition_id, await self._encode(fields, len(keys)), tags, data_parser)
+        return await self._put(keys, partition_id, await self._encode(fields, len(keys)), tags, data_parser, expect)
 
     async def _encode(self, fields: Any, size: int) -> dict[str, Column]:
         if fields is None:
@@ -115,6 +128,7 @@ class TransferQueueClient:
         columns: dict[str, Column],
         tags: Sequence[Tag] | None,
         parser: DataParser | None,
+        expect: Sequence[Tag] | None = None,
     ) -> KVBatchMeta:
         if not isinstance(partition_id, str) or not partition_id:
             raise QueueTypeError(f"a partition is named by a non-empty string, got {partition_id!r}")
@@ -122,13 +136,14 @@ class TransferQueueClient:
             raise QueueArgumentError(f"the keys of a put must differ, got {len(keys)} keys, {len(set(keys))} different")
         if not columns and tags is None:
             raise QueueArgumentError(f"nothing to put for {some(keys)}: give fields, tags, or both")
-        if tags is not None:
-            tags = check_tags(tags, len(keys))
+        tags = None if tags is None else check_tags(tags, len(keys))
+        packed = None if tags is None else pack_tags(tags, keys)
+        required = None if expect is None else pack_tags(check_tags(expect, len(keys)), keys)
         head = await self._write(columns, parser) if columns else None
-        reply = await self.controller.call(
-            "put", keys, partition_id, tags, head, extra_s=float(self.config["capacity_wait_s"])
-        )
-        return KVBatchMeta(keys, reply.tags, partition_id, reply.fields)
+        extra_s = float(self.config["capacity_wait_s"])
+        reply = await self.controller.call("put", keys, partition_id, packed, head, required, extra_s=extra_s)
+        merged = reply.merged([{} for _ in keys] if tags is None else copy_tags(tags))
+        return KVBatchMeta.owning(keys, merged, partition_id, reply.fields)
 
     async def _write(self, columns: dict[str, Column], parser: DataParser | None) -> BlockHead:
         block_id = f"{self.name}:{next(self._block_numbers)}"
@@ -140,7 +155,9 @@ class TransferQueueClient:
                 if parser is None:
                     continue  # to a unit that is left; QueueUnavailableError when there is none
                 raise
-            return BlockHead(written.unit, block_id, written.heads or heads_of(columns), written.extent)
+            nbytes = sum(column.data.nbytes for column in columns.values())
+            heads = written.heads or heads_of(columns)
+            return BlockHead(written.unit, block_id, heads, written.extent, nbytes, this_process())
 
     async def _report(self, error: UnitGoneError) -> None:
         """Tell the controller, which may not have noticed yet."""
@@ -219,7 +236,14 @@ class TransferQueueClient:
 
     async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
         """See `api.kv_list`."""
-        return await self.controller.call("listing", partition_id)
+        listing = await self.controller.call("listing", partition_id)
+        return {name: tagged.dicts() for name, tagged in listing.items()}
+
+    async def async_lineage(
+        self, keys: Sequence[str] | str, partition_id: str, fields: Sequence[str] | None
+    ) -> dict[str, dict[str, dict[str, Any]]]:
+        """See `api.kv_lineage`."""
+        return await self.controller.call("lineage", check_keys(keys), partition_id, fields)
 
     async def async_clear(self, keys: Sequence[str] | str, partition_id: str) -> None:
         """See `api.kv_clear`."""
@@ -229,9 +253,10 @@ class TransferQueueClient:
         self, partition_id: str, since_version: int, timeout_s: float
     ) -> tuple[int, dict[str, Tag | None]]:
         """See `api.kv_watch`."""
-        return await self.controller.call(
+        reply = await self.controller.call(
             "watch", partition_id, int(since_version), float(timeout_s), extra_s=timeout_s
         )
+        return reply.version, {**reply.changed.dicts(), **dict.fromkeys(reply.deleted)}
 
     async def async_wait(
         self,
@@ -255,7 +280,25 @@ class TransferQueueClient:
                 f"Waited {timeout_s:g} s on partition {partition_id!r}: {reply.lacking}. The producers of these rows "
                 "are slow, hung or gone; see their logs, or allow more time (timeout_s)"
             )
-        return reply.version, reply.matching
+        return reply.version, reply.matching.dicts()
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    async def async_save_checkpoint(self, checkpoint_dir: str, include_storage: bool, metadata: Any) -> None:
+        """See `api.save_checkpoint`."""
+        try:
+            json.dumps(metadata)
+        except (TypeError, ValueError) as error:
+            raise QueueTypeError(f"the metadata of a checkpoint must be plain JSON values: {error}") from error
+        if not include_storage:
+            logger.warning("include_storage=False has no effect: this storage lives in memory, and rows without it do not")
+        folder, extra_s = os.path.abspath(checkpoint_dir), float(self.config["checkpoint_timeout_s"])
+        await self.controller.call("save_checkpoint", folder, metadata, extra_s=extra_s)
+
+    async def async_load_checkpoint(self, checkpoint_dir: str) -> Any:
+        """See `api.load_checkpoint`."""
+        folder, extra_s = os.path.abspath(checkpoint_dir), float(self.config["checkpoint_timeout_s"])
+        return await self.controller.call("load_checkpoint", folder, extra_s=extra_s)
 
     # -- the columnar view -------------------------------------------------------------------------
 
@@ -345,17 +388,6 @@ def check_keys(keys: Sequence[str] | str) -> list[str]:
     for key in result:
         if not isinstance(key, str):
             raise QueueTypeError(f"a key is a string, got {key!r} of type {type(key).__name__}")
-    return result
-
-
-def check_tags(tags: Sequence[Tag], size: int) -> list[Tag]:
-    """Tags as a list of `size` dicts."""
-    result = list(tags)
-    if len(result) != size:
-        raise QueueArgumentError(f"{len(result)} tags for {size} keys; each row needs one dict, {{}} for no change")
-    for tag in result:
-        if not isinstance(tag, dict):
-            raise QueueTypeError(f"a tag is a dict, got {tag!r} of type {type(tag).__name__}")
     return result
 
 

@@ -115,6 +115,15 @@ class KVBatchMeta:
         self.extra_info = copy_plain(self.extra_info)
         self._size = len(self.keys)
 
+    @classmethod
+    def owning(
+        cls, keys: list[str], tags: list[dict[str, Any]], partition_id: str | None, fields: list[str] | None
+    ) -> KVBatchMeta:
+        """From parts that are known to be valid and that nobody else holds: nothing is checked or copied."""
+        meta = cls(partition_id=partition_id)
+        meta.keys, meta.tags, meta.fields, meta._size = keys, tags, fields, len(keys)
+        return meta
+
     @property
     def size(self) -> int:
         """Number of rows, fixed at construction."""

@@ -20,7 +20,12 @@ from typing import Any, TypeVar
 
 from rlflow.transfer_queue.client import TransferQueueClient
 from rlflow.transfer_queue.controller import CONTROLLER_NAME, TransferQueueController
-from rlflow.transfer_queue.errors import QueueArgumentError, QueueNotInitializedError, QueueUnavailableError
+from rlflow.transfer_queue.errors import (
+    NotOwnerError,
+    QueueArgumentError,
+    QueueNotInitializedError,
+    QueueUnavailableError,
+)
 from rlflow.transfer_queue.ports import LocalPort, Port, RayPort, drive
 from rlflow.transfer_queue.settings import default_namespace, merge_config, place_units
 from rlflow.transfer_queue.storage import storage_backend
@@ -112,6 +117,16 @@ def current_client() -> TransferQueueClient | None:
     """The client in use; None before the first connection and after its end."""
     connection = _current()
     return None if connection is None else connection.client
+
+
+def check_owner(action: str) -> None:
+    """`NotOwnerError` (a RuntimeError) unless this process created the table."""
+    connection = _current()
+    if connection is None or not connection.owner:
+        raise NotOwnerError(
+            f"only the process that created the table (the one whose transfer_queue.init came first) may {action}; this "
+            f"process {'is not connected to one' if connection is None else 'is attached to it'}. Call it there"
+        )
 
 
 def _living() -> _Connection | None:

@@ -18,8 +18,10 @@ DEFAULTS: dict[str, Any] = {
     "namespace": "transfer_queue",
     # Deadline of one remote call.
     "rpc_timeout_s": 120.0,
-    # How long a put waits for rows to be cleared when the table is full.
+    # How long a put of new rows waits for others to be cleared when the table is full.
     "capacity_wait_s": 30.0,
+    # How long a save or load of a checkpoint may take.
+    "checkpoint_timeout_s": 1800.0,
     "controller": {"sampler": "SequentialSampler", "polling_mode": False},
     "metrics": {"enabled": False, "port": 0},
     "backend": {
@@ -27,6 +29,8 @@ DEFAULTS: dict[str, Any] = {
         "SimpleStorage": {
             # Rows that may be held at a time; None for no limit.
             "total_storage_size": None,
+            # Bytes that may be held at a time; None for no limit.
+            "total_storage_bytes": None,
             # An upper bound: one node gets no more than one unit per 8 cores, unless exact_unit_count is set.
             "num_data_storage_units": 2,
             "exact_unit_count": False,
@@ -80,7 +84,13 @@ def merge_config(conf: Any) -> dict[str, Any]:
             f"transfer_queue.backend.SimpleStorage.total_storage_size={capacity!r} rows cannot hold a batch; try "
             "100000, or null for no limit"
         )
-    for key in ("rpc_timeout_s", "capacity_wait_s"):
+    limit = simple["total_storage_bytes"]
+    if limit is not None and not _is_count(limit):
+        raise ConfigError(
+            f"transfer_queue.backend.SimpleStorage.total_storage_bytes={limit!r} bytes cannot hold a batch; try "
+            "17179869184 (16 GiB), or null for no limit"
+        )
+    for key in ("rpc_timeout_s", "capacity_wait_s", "checkpoint_timeout_s"):
         if not isinstance(config[key], (int, float)) or config[key] <= 0:
             raise ConfigError(f"transfer_queue.{key}={config[key]!r} is no duration; try {DEFAULTS[key]}")
     storage_backend(config["backend"]["storage_backend"])

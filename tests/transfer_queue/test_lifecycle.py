@@ -199,34 +199,6 @@ def test_memory_is_freed_with_the_rows(ray_table):
     assert held() == 0
 
 
-def test_a_full_table_waits_for_room_and_then_says_so(ray_cluster):
-    tq.close()
-    tq.init({"capacity_wait_s": 20.0, "backend": {"SimpleStorage": {"total_storage_size": 2}}})
-
-    async def scenario() -> None:
-        await tq.async_kv_batch_put(["a", "b"], "train", tags=[{}, {}])
-        await tq.async_kv_put("a", "train", tag={"old rows": "need no room"})
-        waiting = asyncio.create_task(tq.async_kv_put("c", "train", tag={}))
-        await asyncio.sleep(0)  # lets the task send its call
-        await tq.async_kv_list()  # served after that call has arrived
-        assert not waiting.done()
-        await tq.async_kv_clear("a", "train")
-        await asyncio.wait_for(waiting, 10)
-
-    asyncio.run(scenario())
-    assert tq.kv_list()["train"].keys() == {"b", "c"}
-    with pytest.raises(
-        tq.CapacityError, match=r"3 new rows for partition 'val'.*holds 2 of at most 2.*total_storage_size"
-    ):
-        tq.kv_batch_put(["d", "e", "f"], "val", tags=[{}] * 3)
-    tq.close()
-    tq.init({"capacity_wait_s": 0.1, "backend": {"SimpleStorage": {"total_storage_size": 1}}})
-    tq.kv_put("a", "train", tag={})
-    with pytest.raises(tq.CapacityError):
-        tq.kv_put("b", "train", tag={})
-    tq.close()
-
-
 def test_without_a_table_a_call_says_what_to_do(ray_cluster):
     tq.close()
     with pytest.raises(AssertionError, match=r"init\(\)"):
