@@ -291,7 +291,7 @@ class TransferQueueClient:
         except (TypeError, ValueError) as error:
             raise QueueTypeError(f"the metadata of a checkpoint must be plain JSON values: {error}") from error
         if not include_storage:
-            logger.warning("include_storage=False has no effect: this storage lives in memory, and rows without it do not")
+            logger.warning("include_storage=False has no effect: this storage lives in memory and would be lost")
         folder, extra_s = os.path.abspath(checkpoint_dir), float(self.config["checkpoint_timeout_s"])
         await self.controller.call("save_checkpoint", folder, metadata, extra_s=extra_s)
 

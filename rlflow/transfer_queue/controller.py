@@ -91,7 +91,7 @@ class TransferQueueController:
         if backend != "Local":
             # A table of a million rows is millions of objects without a cycle; looking through them takes the garbage
             # collector a second, in which nobody would be answered.
-            gc.set_threshold(100_000, 50, 1000)
+            gc.set_threshold(100_000, 50, 100)
 
     async def session(self) -> dict[str, Any]:
         """What a client needs to take part."""

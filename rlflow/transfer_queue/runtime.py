@@ -124,7 +124,7 @@ def check_owner(action: str) -> None:
     connection = _current()
     if connection is None or not connection.owner:
         raise NotOwnerError(
-            f"only the process that created the table (the one whose transfer_queue.init came first) may {action}; this "
+            f"only the process that created the table (the first to call transfer_queue.init) may {action}; this "
             f"process {'is not connected to one' if connection is None else 'is attached to it'}. Call it there"
         )
 

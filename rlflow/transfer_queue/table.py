@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from rlflow.transfer_queue.capacity import Bounds
@@ -20,7 +21,6 @@ from rlflow.transfer_queue.errors import (
     DtypeConflictError,
     QueueArgumentError,
     QueueUnavailableError,
-    StorageKeyNotFoundError,
     StorageUnitLostError,
     TagConflictError,
     some,
@@ -149,7 +149,10 @@ class Table(RowNumbers):
         if expect is not None:
             self._check_expected(keys, partition_id, expect)
         partition = self._partitions.setdefault(partition_id, Partition(partition_id))
-        rows, made = partition.find_or_make(keys, lambda key: self._new_row(key, partition.name))
+        rows, made = partition.find_or_make(keys, self.next_index)
+        self._by_index.update(zip(count(self.next_index), made, strict=False))
+        self.next_index += len(made)
+        self.row_count += len(made)
         self.commits += 1
         if batch is None:
             differing = [number for number, row in enumerate(rows) if row.names]
@@ -162,12 +165,6 @@ class Table(RowNumbers):
         partition.log.add(changed)
         after = TagBatch([rows[i].names for i in differing], [rows[i].values for i in differing])
         return PutReply(differing, pack_batch(after), sorted(common_fields(rows)))
-
-    def _new_row(self, key: str, partition_id: str) -> Row:
-        row = self._by_index[self.next_index] = Row(key, partition_id, self.next_index)
-        self.next_index += 1
-        self.row_count += 1
-        return row
 
     def _place(self, partition: Partition, rows: list[Row], changed: list[Row], head: BlockHead) -> list[Row]:
         """Commit a block; returns the rows that the put has changed."""

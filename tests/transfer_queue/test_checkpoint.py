@@ -280,17 +280,6 @@ def test_a_save_that_was_killed_between_its_renames(local, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
-def test_only_the_owner_saves_and_loads(local, tmp_path, monkeypatch):
-    from rlflow.transfer_queue import runtime
-
-    monkeypatch.setattr(runtime._connection, "owner", False)
-    with pytest.raises(RuntimeError, match="only the process that created the table"):
-        tq.save_checkpoint(tmp_path / "c")
-    with pytest.raises(RuntimeError, match="load a checkpoint"):
-        tq.load_checkpoint(tmp_path / "c")
-    monkeypatch.undo()
-
-
 def test_storage_is_saved_even_when_it_is_not_asked_for(local, tmp_path):
     fill()
     before = everything()
