@@ -25,7 +25,13 @@ import numpy as np
 from rlflow.transfer_queue.batch_meta import BatchMeta, make_schema
 from rlflow.transfer_queue.column import OBJECT, Column, heads_of
 from rlflow.transfer_queue.commit import BlockHead
-from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError, StorageKeyNotFoundError, some
+from rlflow.transfer_queue.errors import (
+    QueueArgumentError,
+    QueueTypeError,
+    StorageKeyNotFoundError,
+    StorageUnitLostError,
+    some,
+)
 from rlflow.transfer_queue.lineage import this_process
 from rlflow.transfer_queue.locate import Location
 from rlflow.transfer_queue.meta import KVBatchMeta
@@ -139,9 +145,17 @@ class TransferQueueClient:
         tags = None if tags is None else check_tags(tags, len(keys))
         packed = None if tags is None else pack_tags(tags, keys)
         required = None if expect is None else pack_tags(check_tags(expect, len(keys)), keys)
-        head = await self._write(columns, parser) if columns else None
         extra_s = float(self.config["capacity_wait_s"])
-        reply = await self.controller.call("put", keys, partition_id, packed, head, required, extra_s=extra_s)
+        while True:
+            head = await self._write(columns, parser) if columns else None
+            try:
+                reply = await self.controller.call("put", keys, partition_id, packed, head, required, extra_s=extra_s)
+                break
+            except StorageUnitLostError:
+                # The unit died, and the controller knew before this client did.
+                if head is None or parser is not None:
+                    raise
+                self._storage.forget_unit(head.unit)
         merged = reply.merged([{} for _ in keys] if tags is None else copy_tags(tags))
         return KVBatchMeta.owning(keys, merged, partition_id, reply.fields)
 

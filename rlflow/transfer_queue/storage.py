@@ -142,6 +142,9 @@ class StorageClient(ABC):
     def discard(self, unit: int, block_id: str) -> None:
         """Free a block that was never committed, without waiting."""
 
+    def forget_unit(self, unit: int) -> None:
+        """The controller says that a unit is gone: write no more to it."""
+
     @abstractmethod
     def blocking(self) -> StorageClient:
         """The same client with ports that block the thread, see `ports`."""
