@@ -157,7 +157,7 @@ def test_a_dead_storage_unit_is_named(ray_table):
         tq.kv_put("b", "train", {"x": torch.ones(1)})
     # The owner still holds the table: it can look, and end it.
     tq.kv_put("a", "train", tag={"seen": True})
-    assert tq.kv_list("train") == {"train": {"a": {"seen": True}}}
+    assert tq.kv_list("train") == {"train": {"a": {"seen": True, "tq_lost": ["x"]}}}
     tq.close()
     tq.init()
     assert tq.kv_list() == {}
