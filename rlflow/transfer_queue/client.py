@@ -39,6 +39,7 @@ from rlflow.transfer_queue.ports import Port, offload
 from rlflow.transfer_queue.predicate import Predicate
 from rlflow.transfer_queue.storage import DataParser, StorageClient, UnitGoneError, Written
 from rlflow.transfer_queue.tags import Tag, check_tags, copy_tags, pack_tags
+from rlflow.transfer_queue.wire import pack_locate, pack_put, unpack_location, unpack_put_reply
 from rlflow.utils.errors import DeadlineError
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ class TransferQueueClient:
         while True:
             head = await self._write(columns, parser) if columns else None
             try:
-                reply = await self.controller.call("put", keys, partition_id, packed, head, required, extra_s=extra_s)
+                message = pack_put(keys, partition_id, packed, head, required)
+                reply = unpack_put_reply(await self.controller.call("put_packed", message, extra_s=extra_s))
                 break
             except StorageUnitLostError:
                 # The unit died, and the controller knew before this client did.
@@ -191,8 +193,9 @@ class TransferQueueClient:
         keys = check_keys(keys)
         selected = check_select(select_fields, missing_ok)
         deadline = time.monotonic() + self._timeout_s
+        message = pack_locate(keys, partition_id, selected, self.strict, list(missing_ok))
         while True:
-            location = await self.controller.call("locate", keys, partition_id, selected, self.strict, list(missing_ok))
+            location = unpack_location(await self.controller.call("locate_packed", message), keys)
             columns = await self._read(location)
             if columns is not None:
                 break

@@ -37,10 +37,10 @@ def test_remote_calls_of_each_operation(ray_table, calls):
 
     tag = {"status": "success"}
     tq.kv_batch_put(keys, "train", fields=data)  # meets the units, and borrows memory
-    assert made_by(tq.kv_batch_put, keys, "train", fields=data, tags=[tag] * 64) == ["put"]
-    assert made_by(tq.kv_batch_put, keys, "train", fields=data) == ["put"]
-    assert made_by(tq.kv_batch_put, keys, "train", tags=[tag] * 64) == ["put"]
-    assert made_by(tq.kv_batch_get, keys, "train") == ["locate"]
+    assert made_by(tq.kv_batch_put, keys, "train", fields=data, tags=[tag] * 64) == ["put_packed"]
+    assert made_by(tq.kv_batch_put, keys, "train", fields=data) == ["put_packed"]
+    assert made_by(tq.kv_batch_put, keys, "train", tags=[tag] * 64) == ["put_packed"]
+    assert made_by(tq.kv_batch_get, keys, "train") == ["locate_packed"]
     assert made_by(tq.kv_clear, keys, "train") == ["clear"]
 
 
