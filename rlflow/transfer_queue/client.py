@@ -25,7 +25,13 @@ import numpy as np
 from rlflow.transfer_queue.batch_meta import BatchMeta, make_schema
 from rlflow.transfer_queue.column import OBJECT, Column, heads_of
 from rlflow.transfer_queue.commit import BlockHead
-from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError, StorageKeyNotFoundError, some
+from rlflow.transfer_queue.errors import (
+    QueueArgumentError,
+    QueueTypeError,
+    StorageKeyNotFoundError,
+    StorageUnitLostError,
+    some,
+)
 from rlflow.transfer_queue.lineage import this_process
 from rlflow.transfer_queue.locate import Location
 from rlflow.transfer_queue.meta import KVBatchMeta
@@ -33,6 +39,7 @@ from rlflow.transfer_queue.ports import Port, offload
 from rlflow.transfer_queue.predicate import Predicate
 from rlflow.transfer_queue.storage import DataParser, StorageClient, UnitGoneError, Written
 from rlflow.transfer_queue.tags import Tag, check_tags, copy_tags, pack_tags
+from rlflow.transfer_queue.wire import pack_locate, pack_put, unpack_location, unpack_put_reply
 from rlflow.utils.errors import DeadlineError
 
 if TYPE_CHECKING:
@@ -139,9 +146,18 @@ class TransferQueueClient:
         tags = None if tags is None else check_tags(tags, len(keys))
         packed = None if tags is None else pack_tags(tags, keys)
         required = None if expect is None else pack_tags(check_tags(expect, len(keys)), keys)
-        head = await self._write(columns, parser) if columns else None
         extra_s = float(self.config["capacity_wait_s"])
-        reply = await self.controller.call("put", keys, partition_id, packed, head, required, extra_s=extra_s)
+        while True:
+            head = await self._write(columns, parser) if columns else None
+            try:
+                message = pack_put(keys, partition_id, packed, head, required)
+                reply = unpack_put_reply(await self.controller.call("put_packed", message, extra_s=extra_s))
+                break
+            except StorageUnitLostError:
+                # The unit died, and the controller knew before this client did.
+                if head is None or parser is not None:
+                    raise
+                self._storage.forget_unit(head.unit)
         merged = reply.merged([{} for _ in keys] if tags is None else copy_tags(tags))
         return KVBatchMeta.owning(keys, merged, partition_id, reply.fields)
 
@@ -177,8 +193,9 @@ class TransferQueueClient:
         keys = check_keys(keys)
         selected = check_select(select_fields, missing_ok)
         deadline = time.monotonic() + self._timeout_s
+        message = pack_locate(keys, partition_id, selected, self.strict, list(missing_ok))
         while True:
-            location = await self.controller.call("locate", keys, partition_id, selected, self.strict, list(missing_ok))
+            location = unpack_location(await self.controller.call("locate_packed", message), keys)
             columns = await self._read(location)
             if columns is not None:
                 break

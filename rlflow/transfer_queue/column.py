@@ -6,7 +6,7 @@ that is no tensor is one msgpack message a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,16 +75,9 @@ class FieldHead:
     ragged: int | None
 
 
-class FieldHeads(dict[str, FieldHead]):
-    """Heads of a block's columns. On the way to the controller, rows of one shape and equal columns cost nothing."""
-
-    def __reduce__(self) -> tuple[Callable[[bytes], FieldHeads], tuple[bytes]]:
-        return _heads_from_bytes, (heads_to_bytes(self),)
-
-
-def heads_of(columns: Mapping[str, Column]) -> FieldHeads:
+def heads_of(columns: Mapping[str, Column]) -> dict[str, FieldHead]:
     """The columns without their data."""
-    return FieldHeads({name: FieldHead(c.dtype, c.shapes, c.ragged) for name, c in columns.items()})
+    return {name: FieldHead(c.dtype, c.shapes, c.ragged) for name, c in columns.items()}
 
 
 def heads_to_bytes(heads: Mapping[str, FieldHead]) -> bytes:
@@ -103,10 +96,11 @@ def heads_to_bytes(heads: Mapping[str, FieldHead]) -> bytes:
     return msgpack.packb([list(tables), fields])
 
 
-def _heads_from_bytes(data: bytes) -> FieldHeads:
+def heads_from_bytes(data: bytes) -> dict[str, FieldHead]:
+    """Inverse of `heads_to_bytes`; equal tables are one array."""
     tables, fields = msgpack.unpackb(data)
     shapes = [_shapes_from(*table) for table in tables]
-    return FieldHeads({name: FieldHead(dtype, shapes[number], ragged) for name, dtype, ragged, number in fields})
+    return {name: FieldHead(dtype, shapes[number], ragged) for name, dtype, ragged, number in fields}
 
 
 def _shapes_from(rows: int, *rest: Any) -> np.ndarray:

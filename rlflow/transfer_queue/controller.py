@@ -36,6 +36,7 @@ from rlflow.transfer_queue.snapshot import freeze, thaw
 from rlflow.transfer_queue.storage import StorageHost, storage_backend
 from rlflow.transfer_queue.table import BlockHead, Location, PutReply, Table
 from rlflow.transfer_queue.tags import TaggedKeys, unpack_batch
+from rlflow.transfer_queue.wire import pack_location, pack_put_reply, unpack_locate, unpack_put
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,10 @@ class TransferQueueController:
             if head is not None and not committed:
                 self._free({head.unit: [head.block_id]})
             raise
+
+    async def put_packed(self, message: bytes) -> bytes:
+        """`put`, see `wire`."""
+        return pack_put_reply(await self.put(*unpack_put(message)))
 
     def _takes_room(self, keys: Sequence[str], partition_id: str, head: BlockHead | None) -> bool:
         return head is not None and self._table.rows_to_add(keys, partition_id) > 0
@@ -290,6 +295,10 @@ class TransferQueueController:
     ) -> Location:
         """See `Table.locate`."""
         return self._table.locate(keys, partition_id, select_fields, strict, missing_ok)
+
+    async def locate_packed(self, message: bytes) -> bytes:
+        """`locate`, see `wire`."""
+        return pack_location(await self.locate(*unpack_locate(message)))
 
     async def listing(self, partition_id: str | None) -> dict[str, TaggedKeys]:
         """The keys of one partition or of all, in creation order; {} for an unknown partition."""

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlflow.transfer_queue.column import Column, FieldHeads
+from rlflow.transfer_queue.column import Column, FieldHead
 from rlflow.transfer_queue.errors import QueueUnavailableError
 from rlflow.utils.errors import ConfigError
 
@@ -50,7 +50,7 @@ class Written(NamedTuple):
 
     unit: int
     extent: Extent | None
-    heads: FieldHeads | None = None
+    heads: dict[str, FieldHead] | None = None
 
 
 class UnitGoneError(QueueUnavailableError):
@@ -141,6 +141,9 @@ class StorageClient(ABC):
     @abstractmethod
     def discard(self, unit: int, block_id: str) -> None:
         """Free a block that was never committed, without waiting."""
+
+    def forget_unit(self, unit: int) -> None:
+        """The controller says that a unit is gone: write no more to it."""
 
     @abstractmethod
     def blocking(self) -> StorageClient:

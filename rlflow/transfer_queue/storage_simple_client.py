@@ -83,9 +83,12 @@ class SimpleStorageClient(StorageClient):
         """The error to raise when a call to a unit has failed."""
         if not self._ports[unit].gone:
             return error
+        self.forget_unit(unit)
+        return UnitGoneError(str(error), unit)
+
+    def forget_unit(self, unit: int) -> None:
         self._lost.add(unit)
         self._tenant.forget(unit)
-        return UnitGoneError(str(error), unit)
 
     def _is_near(self, unit: int) -> bool:
         return self._addresses[unit][0].node == self._node

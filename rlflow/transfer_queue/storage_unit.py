@@ -16,7 +16,7 @@ import numpy as np
 
 from rlflow.transfer_queue.arena import Arena, Extent, Lease
 from rlflow.transfer_queue.block import BlockView, Draft, blocks_hold, gather, runs_of
-from rlflow.transfer_queue.column import Column, FieldHeads, heads_of
+from rlflow.transfer_queue.column import Column, FieldHead, heads_of
 from rlflow.transfer_queue.errors import StorageKeyNotFoundError
 from rlflow.transfer_queue.segment import UnitAddress
 from rlflow.transfer_queue.storage import Cells, DataParser, FileEntry
@@ -71,7 +71,7 @@ class StorageUnit:
 
     def write(
         self, block_id: str, data: np.ndarray, parser: DataParser | None = None
-    ) -> tuple[Extent | None, FieldHeads | None]:
+    ) -> tuple[Extent | None, dict[str, FieldHead] | None]:
         """Store a block that came in a message. Returns where, and the heads of its columns if a parser changed them."""
         if parser is None:
             return self._store(block_id, data, keep=False), None
@@ -79,7 +79,7 @@ class StorageUnit:
 
     def write_columns(
         self, block_id: str, columns: Mapping[str, Column], parser: DataParser | None
-    ) -> tuple[Extent | None, FieldHeads | None]:
+    ) -> tuple[Extent | None, dict[str, FieldHead] | None]:
         """Store columns of this process."""
         if parser is not None:
             from rlflow.transfer_queue.codec import apply_parser

@@ -172,13 +172,17 @@ def test_init_after_an_unnoticed_death_creates_a_new_table(ray_table):
 
 def test_a_dead_storage_unit_is_named(ray_table):
     tq.kv_put("a", "train", {"x": torch.ones(1)})
-    for port in tq.get_client()._storage._units:
+    for port in tq.get_client()._storage._ports:
         ray.kill(port.handle)
-    with pytest.raises(tq.QueueUnavailableError, match="storage unit"):
+        with pytest.raises(ray.exceptions.RayActorError):
+            get(port.handle.stats.remote())
+    with pytest.raises(tq.StorageUnitLostError, match="storage unit"):
         tq.kv_batch_get("a", "train")
+    with pytest.raises(tq.QueueUnavailableError, match="storage units"):
+        tq.kv_put("b", "train", {"x": torch.ones(1)})
     # The owner still holds the table: it can look, and end it.
     tq.kv_put("a", "train", tag={"seen": True})
-    assert tq.kv_list("train") == {"train": {"a": {"seen": True}}}
+    assert tq.kv_list("train") == {"train": {"a": {"seen": True, "tq_lost": ["x"]}}}
     tq.close()
     tq.init()
     assert tq.kv_list() == {}
