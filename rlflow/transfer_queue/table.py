@@ -149,6 +149,7 @@ class Table(RowNumbers):
         if expect is not None:
             self._check_expected(keys, partition_id, expect)
         partition = self._partitions.setdefault(partition_id, Partition(partition_id))
+        partition.listed = True
         rows, made = partition.find_or_make(keys, self.next_index)
         self._by_index.update(zip(count(self.next_index), made, strict=False))
         self.next_index += len(made)
@@ -227,6 +228,26 @@ class Table(RowNumbers):
             del self._by_index[row.index]
         self.row_count -= len(gone)
         return len(gone)
+
+    def drop(self, partition_id: str) -> int:
+        """Delete all rows and marks of a partition, and stop listing it until the next put; returns how many went.
+
+        Its versions go on, so that a watcher sees the deletions.
+        """
+        partition = self._partitions.get(partition_id)
+        if partition is None:
+            return 0
+        count = self.clear(list(partition.rows), partition_id)
+        partition.consumed.clear()
+        partition.listed = False
+        return count
+
+    def set_tags(self, keys: Sequence[str], partition_id: str, tags: Sequence[Tag]) -> None:
+        """Replace the tags of existing rows, where `put` merges."""
+        batch = TagBatch.of(tags)
+        _check_reserved(batch)
+        rows = self._known(keys, partition_id)
+        self._partitions[partition_id].replace_tags(rows, batch)
 
     def take_garbage(self) -> dict[int, list[str]]:
         """Ids of the blocks to free, by storage unit; they are the caller's from now on."""
@@ -314,7 +335,7 @@ class Table(RowNumbers):
         return {
             name: {key: row.tag for key, row in self._partitions[name].rows.items()}
             for name in wanted
-            if name in self._partitions
+            if name in self._partitions and self._partitions[name].listed
         }
 
     def locate(
