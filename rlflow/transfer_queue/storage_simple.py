@@ -36,11 +36,12 @@ class SimpleStorageHost(StorageHost):
         options = config["backend"]["SimpleStorage"]
         # num_cpus=0: the units move bytes and must not take a core from the scheduler's account. Files are written
         # beside the ordinary calls, which keep their order.
-        options_of_class = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"files": 1}}
+        options_of_class: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"files": 1}}
         unit_class = ray.remote(**options_of_class)(unit_class_for(config, SimpleUnit))
         # The session in the name keeps a new table's units apart from those of one that is just being torn down.
         suffix = str(ray.get_runtime_context().get_actor_id())[:12]
         self._timeout_s = float(config["rpc_timeout_s"])
+        self._file_s = float(config["checkpoint_timeout_s"])
         self._idle_s = float(options["shared_memory_idle_seconds"])
         self._nodes = list(placements)
         self._ports: list[RayPort] = []
@@ -109,10 +110,10 @@ class SimpleStorageHost(StorageHost):
         ]
 
     async def export_blocks(self, unit: int, blocks: Sequence[tuple[str, Extent | None]], path: str) -> list[FileEntry]:
-        return await self._files(unit).call("export_blocks", list(blocks), path)
+        return await self._files(unit).call("export_blocks", list(blocks), path, extra_s=self._file_s)
 
     async def import_blocks(self, unit: int, path: str, entries: Sequence[FileEntry]) -> dict[str, Extent | None]:
-        return await self._files(unit).call("import_blocks", path, list(entries))
+        return await self._files(unit).call("import_blocks", path, list(entries), extra_s=self._file_s)
 
     def _files(self, unit: int) -> RayPort:
         port = copy.copy(self._ports[unit])
