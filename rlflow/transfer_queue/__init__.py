@@ -101,10 +101,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": (
-        "async_kv_batch_get async_kv_batch_get_by_meta async_kv_batch_put async_kv_clear async_kv_lineage async_kv_list "
-        "async_kv_put async_kv_wait async_kv_watch async_wait async_watch close get_client get_metrics_endpoint init "
-        "kv_batch_get kv_batch_get_by_meta kv_batch_put kv_clear kv_lineage kv_list kv_put kv_wait kv_watch "
-        "load_checkpoint save_checkpoint wait watch"
+        "async_kv_batch_get async_kv_batch_get_by_meta async_kv_batch_put async_kv_clear async_kv_lineage "
+        "async_kv_list async_kv_put async_kv_wait async_kv_watch async_wait async_watch close get_client "
+        "get_metrics_endpoint init kv_batch_get kv_batch_get_by_meta kv_batch_put kv_clear kv_lineage kv_list "
+        "kv_put kv_wait kv_watch load_checkpoint save_checkpoint wait watch"
     ),
     "batch_meta": "BatchMeta",
     "client": "TransferQueueClient",

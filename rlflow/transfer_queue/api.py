@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rlflow.transfer_queue.client import TransferQueueClient
+    from rlflow.transfer_queue.codec import Layout
 
 Tag = dict[str, Any]
 DataParser = Callable[[dict[str, list[Any]]], dict[str, Any]]
@@ -95,6 +96,13 @@ def _run_sync(operation: Callable[[TransferQueueClient], Awaitable[T]]) -> T:
     return runtime.loop_thread().run(_run(operation))
 
 
+def _run_direct(operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]]) -> T:
+    """`_run_sync` without an event loop, for operations that wait for nothing but the table."""
+    from rlflow.transfer_queue import runtime
+
+    return runtime.run_direct(operation)
+
+
 # -- put -------------------------------------------------------------------------------------------
 
 
@@ -165,7 +173,7 @@ def kv_put(
     expect: Tag | None = None,
 ) -> KVBatchMeta:
     """Sync form of `async_kv_put`."""
-    return _run_sync(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser, expect))
+    return _run_direct(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser, expect))
 
 
 def kv_batch_put(
@@ -178,7 +186,15 @@ def kv_batch_put(
     expect: Sequence[Tag] | None = None,
 ) -> KVBatchMeta:
     """Sync form of `async_kv_batch_put`."""
-    return _run_sync(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser, expect))
+    return _run_direct(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser, expect))
+
+
+def _layout(kind: str, padding_side: str, padding_value: float | Mapping[str, float]) -> Layout | None:
+    if kind == "jagged":
+        return None
+    from rlflow.transfer_queue.codec import Layout
+
+    return Layout(kind, padding_side, padding_value)
 
 
 # -- get -------------------------------------------------------------------------------------------
@@ -190,6 +206,9 @@ async def async_kv_batch_get(
     select_fields: Sequence[str] | str | None = None,
     *,
     missing_ok: Sequence[str] = (),
+    layout: str = "jagged",
+    padding_side: str = "right",
+    padding_value: float | Mapping[str, float] = 0,
 ) -> TensorDict:
     """Read fields of rows.
 
@@ -198,10 +217,16 @@ async def async_kv_batch_get(
         partition_id: their partition.
         select_fields: the fields to fetch; None: those that all rows have.
         missing_ok: optional fields among the selected ones: left out when a row lacks them.
+        layout: how rows with dimensions come: "jagged", "padded" (dense, as long as the longest row), or "list" (a
+            NonTensorStack of one tensor a row; `.tolist()` unpacks it).
+        padding_side: for "padded", on which side of the rows the padding is: "right" or "left".
+        padding_value: for "padded", the value beside the rows; {field: value} for one of its own, 0 for all others.
 
     Returns:
         TensorDict of batch size [N]. Rows that are scalars come as one dense tensor [N], rows with dimensions as a
-        jagged tensor (with `.offsets()`, also when their lengths agree), objects as a NonTensorStack.
+        jagged tensor (with `.offsets()`, also when their lengths agree), objects as a NonTensorStack. The caller may
+        change the tensors in place: nobody else sees it. They may be views of the table's shared memory, which is not
+        used for other data while they live; clone what is to be kept long.
         After `init(strict=False)` unknown keys are dropped with a warning and absent fields are left out; batch size 0
         when no selected field is left.
 
@@ -210,18 +235,26 @@ async def async_kv_batch_get(
         MissingFieldError: (a KeyError) a selected field is absent from a row.
         NotReadyError: (a ValueError) the rows share no field.
     """
-    return await _run(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok))
+    how = _layout(layout, padding_side, padding_value)
+    return await _run(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok, how))
 
 
 async def async_kv_batch_get_by_meta(
-    meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None, *, missing_ok: Sequence[str] = ()
+    meta: KVBatchMeta,
+    select_fields: Sequence[str] | str | None = None,
+    *,
+    missing_ok: Sequence[str] = (),
+    layout: str = "jagged",
+    padding_side: str = "right",
+    padding_value: float | Mapping[str, float] = 0,
 ) -> TensorDict:
     """Read the rows of a meta.
 
     `select_fields` must be among `meta.fields`; None takes `meta.fields`. When the meta does not know its fields
     (None), the rows decide. An empty meta gives an empty TensorDict. Otherwise as `async_kv_batch_get`.
     """
-    return await _run(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok))
+    how = _layout(layout, padding_side, padding_value)
+    return await _run(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok, how))
 
 
 def kv_batch_get(
@@ -230,16 +263,27 @@ def kv_batch_get(
     select_fields: Sequence[str] | str | None = None,
     *,
     missing_ok: Sequence[str] = (),
+    layout: str = "jagged",
+    padding_side: str = "right",
+    padding_value: float | Mapping[str, float] = 0,
 ) -> TensorDict:
     """Sync form of `async_kv_batch_get`."""
-    return _run_sync(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok))
+    how = _layout(layout, padding_side, padding_value)
+    return _run_direct(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok, how))
 
 
 def kv_batch_get_by_meta(
-    meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None, *, missing_ok: Sequence[str] = ()
+    meta: KVBatchMeta,
+    select_fields: Sequence[str] | str | None = None,
+    *,
+    missing_ok: Sequence[str] = (),
+    layout: str = "jagged",
+    padding_side: str = "right",
+    padding_value: float | Mapping[str, float] = 0,
 ) -> TensorDict:
     """Sync form of `async_kv_batch_get_by_meta`."""
-    return _run_sync(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok))
+    how = _layout(layout, padding_side, padding_value)
+    return _run_direct(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok, how))
 
 
 async def async_kv_lineage(
@@ -284,12 +328,12 @@ async def async_kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
 
 def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
     """Sync form of `async_kv_list`."""
-    return _run_sync(lambda client: client.async_kv_list(partition_id))
+    return _run_direct(lambda client: client.async_kv_list(partition_id))
 
 
 def kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
     """Sync form of `async_kv_clear`."""
-    return _run_sync(lambda client: client.async_clear(keys, partition_id))
+    return _run_direct(lambda client: client.async_clear(keys, partition_id))
 
 
 # -- watch, wait -----------------------------------------------------------------------------------

@@ -1,48 +1,52 @@
 """The client: what a process needs to put and get. One per process, usable from any thread and any event loop.
 
-A put is `encode -> write block -> commit`, a get `locate -> read -> decode`: one call to the controller and one to
-each storage unit involved. Blocks never change, so a get that loses a race with a writer finds its block gone and asks
-again; it never sees half of a put.
+A put is `encode -> write block -> commit`, a get `locate -> read -> decode`: one call to the controller each. Where the
+storage is not in shared memory of this machine, there is one more to each storage unit involved. Blocks never change, so
+a get that loses a race with a writer finds its block gone and asks again; it never sees half of a put.
+
+Everything is written as coroutines. `direct` is a twin whose ports block the thread: the sync forms drive the same
+coroutines on it, see `ports`.
 """
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import itertools
 import json
 import logging
 import os
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from rlflow.transfer_queue.arguments import check_keys, check_partition, check_select
-from rlflow.transfer_queue.column import OBJECT, Column, head_of, scatter
+from rlflow.transfer_queue.column import OBJECT, Column, heads_of
 from rlflow.transfer_queue.commit import BlockHead
-from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError, StorageKeyNotFoundError, some
+from rlflow.transfer_queue.errors import (
+    QueueArgumentError,
+    QueueTypeError,
+    StorageKeyNotFoundError,
+    StorageUnitLostError,
+    some,
+)
 from rlflow.transfer_queue.lineage import this_process
 from rlflow.transfer_queue.locate import Location
 from rlflow.transfer_queue.low_level import LowLevelCalls
 from rlflow.transfer_queue.meta import KVBatchMeta
-from rlflow.transfer_queue.ports import Port
+from rlflow.transfer_queue.ports import Port, offload
 from rlflow.transfer_queue.predicate import Predicate
-from rlflow.transfer_queue.storage import DataParser, StorageClient
+from rlflow.transfer_queue.storage import DataParser, StorageClient, UnitGoneError, Written
 from rlflow.transfer_queue.tags import Tag, check_tags, copy_tags, pack_tags
+from rlflow.transfer_queue.wire import pack_locate, pack_put, unpack_location, unpack_put_reply
 from rlflow.utils.errors import DeadlineError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from rlflow.transfer_queue.codec import Layout
+
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-# Work on more bytes than this leaves the event loop, which may drive hundreds of agent sessions.
-_OFFLOAD_BYTES = 4 << 20
 
 
 class TransferQueueClient(LowLevelCalls):
@@ -53,19 +57,31 @@ class TransferQueueClient(LowLevelCalls):
         storage: the storage units.
         config: the merged config of the table.
         strict: whether unknown keys and absent fields are errors (see `kv_batch_get`).
+        name: unique in the table; ids of blocks begin with the name of their writer.
     """
 
-    def __init__(self, controller: Port, storage: StorageClient, config: dict[str, Any], strict: bool = True) -> None:
+    def __init__(
+        self, controller: Port, storage: StorageClient, config: dict[str, Any], strict: bool = True, name: str = "local"
+    ) -> None:
         self.controller = controller
         self.config = config
+        self.name = name
         self.strict = strict
         self._storage = storage
         self._timeout_s = float(config["rpc_timeout_s"])
-        # Blocks are named by their writer. The random part also spreads the writers over the units.
-        self._name = uuid.uuid4().hex[:16]
         self._block_numbers = itertools.count()
         self._row_numbers = itertools.count()
-        self._first_unit = int(self._name, 16)
+
+    def direct(self) -> TransferQueueClient:
+        """The same client with ports that block the calling thread; for `ports.drive`."""
+        twin = copy.copy(self)
+        twin.controller = self.controller.blocking()
+        twin._storage = self._storage.blocking()
+        return twin
+
+    def close(self) -> None:
+        """Leave the table."""
+        self._storage.close()
 
     # -- put ---------------------------------------------------------------------------------------
 
@@ -110,7 +126,7 @@ class TransferQueueClient(LowLevelCalls):
             return {}
         from rlflow.transfer_queue.codec import encode_batch, tensor_bytes
 
-        return await _offload(tensor_bytes(fields), encode_batch, fields, size)
+        return await offload(self.controller, tensor_bytes(fields), encode_batch, fields, size)
 
     async def _put(
         self,
@@ -129,36 +145,56 @@ class TransferQueueClient(LowLevelCalls):
         tags = None if tags is None else check_tags(tags, len(keys))
         packed = None if tags is None else pack_tags(tags, keys)
         required = None if expect is None else pack_tags(check_tags(expect, len(keys)), keys)
-        head = await self._write(columns, parser) if columns else None
         extra_s = float(self.config["capacity_wait_s"])
-        reply = await self.controller.call("put", keys, partition_id, packed, head, required, extra_s=extra_s)
+        while True:
+            head = await self._write(columns, parser) if columns else None
+            try:
+                message = pack_put(keys, partition_id, packed, head, required)
+                reply = unpack_put_reply(await self.controller.call("put_packed", message, extra_s=extra_s))
+                break
+            except StorageUnitLostError:
+                # The unit died, and the controller knew before this client did.
+                if head is None or parser is not None:
+                    raise
+                self._storage.forget_unit(head.unit)
         merged = reply.merged([{} for _ in keys] if tags is None else copy_tags(tags))
         return KVBatchMeta.owning(keys, merged, partition_id, reply.fields)
 
     async def _write(self, columns: dict[str, Column], parser: DataParser | None) -> BlockHead:
-        number = next(self._block_numbers)
-        unit = (self._first_unit + number) % self._storage.unit_count
-        block_id = f"{self._name}:{number}"
-        try:
-            heads = await self._storage.write(unit, block_id, columns, parser)
-        except asyncio.CancelledError:
-            self._storage.discard(unit, block_id)
-            raise
-        fields = heads or {name: head_of(column) for name, column in columns.items()}
-        nbytes = sum(column.data.nbytes for column in columns.values())
-        return BlockHead(unit, block_id, fields, nbytes=nbytes, writer=this_process())
+        block_id = f"{self.name}:{next(self._block_numbers)}"
+        while True:
+            try:
+                written: Written = await self._storage.write(block_id, columns, parser)
+            except UnitGoneError as error:
+                await self._report(error)
+                if parser is None:
+                    continue  # to a unit that is left; QueueUnavailableError when there is none
+                raise
+            nbytes = sum(column.data.nbytes for column in columns.values())
+            heads = written.heads or heads_of(columns)
+            return BlockHead(written.unit, block_id, heads, written.extent, nbytes, this_process())
+
+    async def _report(self, error: UnitGoneError) -> None:
+        """Tell the controller, which may not have noticed yet."""
+        await self.controller.call("unit_lost", error.unit, str(error))
 
     # -- get ---------------------------------------------------------------------------------------
 
     async def async_get_batch(
-        self, keys: Sequence[str] | str, partition_id: str, select_fields: Any, missing_ok: Sequence[str]
+        self,
+        keys: Sequence[str] | str,
+        partition_id: str,
+        select_fields: Any,
+        missing_ok: Sequence[str],
+        layout: Layout | None = None,
     ) -> TensorDict:
         """See `api.kv_batch_get`."""
         keys = check_keys(keys)
         selected = check_select(select_fields, missing_ok)
         deadline = time.monotonic() + self._timeout_s
+        message = pack_locate(keys, partition_id, selected, self.strict, list(missing_ok))
         while True:
-            location = await self.controller.call("locate", keys, partition_id, selected, self.strict, list(missing_ok))
+            location = unpack_location(await self.controller.call("locate_packed", message), keys)
             columns = await self._read(location)
             if columns is not None:
                 break
@@ -170,43 +206,33 @@ class TransferQueueClient(LowLevelCalls):
                 )
         if location.unknown:
             logger.warning("%d unknown keys left out of a get: %s", len(location.unknown), some(location.unknown))
-        return await self._decode(columns, len(location.keys), selected)
+        return await self._decode(columns, len(location.keys), selected, layout)
 
-    async def _decode(self, columns: dict[str, Column], size: int, selected: list[str] | None) -> TensorDict:
-        from rlflow.transfer_queue.codec import decode_batch
+    async def _decode(
+        self, columns: dict[str, Column], size: int, selected: list[str] | None, layout: Layout | None = None
+    ) -> TensorDict:
+        from rlflow.transfer_queue.codec import JAGGED, decode_batch
 
         if not columns and not self.strict:
             logger.warning("none of the selected fields %s is present on all requested rows; empty result", selected)
             size = 0
         count = sum(column.data.nbytes for column in columns.values() if column.dtype != OBJECT)
-        return await _offload(count, decode_batch, columns, size)
+        return await offload(self.controller, count, decode_batch, columns, size, layout or JAGGED)
 
     async def _read(self, location: Location) -> dict[str, Column] | None:
         """The columns in key order; None when a block is gone."""
-        units = sorted({unit for unit, _, _ in location.blocks})
-        unit_of = np.array([unit for unit, _, _ in location.blocks], np.int64)
-        block_ids = [block_id for _, block_id, _ in location.blocks]
-        size = len(location.keys)
-        parts: dict[str, list[tuple[np.ndarray, Column]]] = {name: [] for name in location.cells}
-        requests = []
-        for unit in units:
-            rows = {name: np.flatnonzero(unit_of[which] == unit) for name, (which, _) in location.cells.items()}
-            cells = {
-                name: (which[rows[name]], places[rows[name]])
-                for name, (which, places) in location.cells.items()
-                if len(rows[name])
-            }
-            requests.append((rows, self._storage.read(unit, block_ids, cells)))
-        replies = await asyncio.gather(*(reply for _, reply in requests))
-        for (rows, _), reply in zip(requests, replies, strict=True):
-            if reply is None:
-                return None
-            for name, column in reply.items():
-                parts[name].append((rows[name], column))
-        columns = {name: scatter(part, size) for name, part in parts.items()}
+        try:
+            columns = await self._storage.read(location.blocks, location.cells)
+        except UnitGoneError as error:
+            await self._report(error)  # the next `locate` says what is lost
+            return None
+        if columns is None:
+            return None
         return {name: replace(column, ragged=location.ragged[name]) for name, column in columns.items()}
 
-    async def async_get_by_meta(self, meta: KVBatchMeta, select_fields: Any, missing_ok: Sequence[str]) -> TensorDict:
+    async def async_get_by_meta(
+        self, meta: KVBatchMeta, select_fields: Any, missing_ok: Sequence[str], layout: Layout | None = None
+    ) -> TensorDict:
         """See `api.kv_batch_get_by_meta`."""
         if meta.partition_id is None:
             raise QueueArgumentError("the meta names no partition, so its rows cannot be found; set meta.partition_id")
@@ -220,7 +246,7 @@ class TransferQueueClient(LowLevelCalls):
         if not meta.keys:
             return await self._decode({}, 0, selected)
         optional = [name for name in missing_ok if selected is not None and name in selected]
-        return await self.async_get_batch(meta.keys, meta.partition_id, selected, optional)
+        return await self.async_get_batch(meta.keys, meta.partition_id, selected, optional, layout)
 
     # -- the rest ----------------------------------------------------------------------------------
 
@@ -276,7 +302,7 @@ class TransferQueueClient(LowLevelCalls):
         except (TypeError, ValueError) as error:
             raise QueueTypeError(f"the metadata of a checkpoint must be plain JSON values: {error}") from error
         if not include_storage:
-            logger.warning("include_storage=False has no effect: this storage lives in memory, and rows without it do not")
+            logger.warning("include_storage=False has no effect: this storage lives in memory and would be lost")
         folder, extra_s = os.path.abspath(checkpoint_dir), float(self.config["checkpoint_timeout_s"])
         await self.controller.call("save_checkpoint", folder, metadata, extra_s=extra_s)
 
@@ -289,6 +315,3 @@ class TransferQueueClient(LowLevelCalls):
         """{"rows": {partition: count}, "units": [{"blocks", "bytes"} of each storage unit]}."""
         return await self.controller.call("stats")
 
-
-async def _offload(count: int, function: Callable[..., T], *args: Any) -> T:
-    return await asyncio.to_thread(function, *args) if count > _OFFLOAD_BYTES else function(*args)

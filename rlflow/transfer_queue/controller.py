@@ -40,6 +40,7 @@ from rlflow.transfer_queue.snapshot import freeze, thaw
 from rlflow.transfer_queue.storage import StorageHost, storage_backend
 from rlflow.transfer_queue.table import BlockHead, Location, PutReply, Table
 from rlflow.transfer_queue.tags import TaggedKeys, unpack_batch
+from rlflow.transfer_queue.wire import pack_location, pack_put_reply, unpack_locate, unpack_put
 
 logger = logging.getLogger(__name__)
 
@@ -96,17 +97,21 @@ class TransferQueueController(RowCalls):
         if backend != "Local":
             # A table of a million rows is millions of objects without a cycle; looking through them takes the garbage
             # collector a second, in which nobody would be answered.
-            gc.set_threshold(100_000, 50, 1000)
+            gc.set_threshold(100_000, 50, 100)
 
     async def session(self) -> dict[str, Any]:
         """What a client needs to take part."""
-        self._host.watch_units(self._lose_unit)
+        self._host.watch_units(self._lose_unit, self.abandon)
         return {"config": self._config, "endpoint": self._host.endpoint}
 
     async def stats(self) -> dict[str, Any]:
         """Rows by partition, and blocks and bytes by storage unit."""
         rows = {name: len(self._table.partition(name).rows) for name in self._table.partitions()}
-        return {"rows": rows, "units": await self._host.stats()}
+        units: list[dict[str, int]] = [{"blocks": 0, "bytes": 0, **memory} for memory in await self._host.stats()]
+        for block in self._table.blocks():
+            units[block.unit]["blocks"] += 1
+            units[block.unit]["bytes"] += block.nbytes
+        return {"rows": rows, "units": units}
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -164,6 +169,10 @@ class TransferQueueController(RowCalls):
             if head is not None and not committed:
                 self._free({head.unit: [head.block_id]})
             raise
+
+    async def put_packed(self, message: bytes) -> bytes:
+        """`put`, see `wire`."""
+        return pack_put_reply(await self.put(*unpack_put(message)))
 
     def _takes_room(self, keys: Sequence[str], partition_id: str, head: BlockHead | None) -> bool:
         return head is not None and self._table.rows_to_add(keys, partition_id) > 0
@@ -299,6 +308,10 @@ class TransferQueueController(RowCalls):
     ) -> Location:
         """See `Table.locate`."""
         return self._table.locate(keys, partition_id, select_fields, strict, missing_ok)
+
+    async def locate_packed(self, message: bytes) -> bytes:
+        """`locate`, see `wire`."""
+        return pack_location(await self.locate(*unpack_locate(message)))
 
     async def listing(self, partition_id: str | None) -> dict[str, TaggedKeys]:
         """The keys of one partition or of all, in creation order; {} for an unknown partition."""

@@ -64,7 +64,7 @@ class LowLevelCalls:
     controller: Port
     config: dict[str, Any]
     strict: bool
-    _name: str
+    name: str
     _row_numbers: itertools.count[int]
 
     if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class LowLevelCalls:
         return BatchMeta(indexes, [partition_id] * count, dict.fromkeys(fields, blank))
 
     def _new_keys(self, count: int) -> list[str]:
-        return [f"{GENERATED_PREFIX}{self._name}:{next(self._row_numbers)}" for _ in range(count)]
+        return [f"{GENERATED_PREFIX}{self.name}:{next(self._row_numbers)}" for _ in range(count)]
 
     async def async_kv_retrieve_meta(
         self, keys: Sequence[str] | str, partition_id: str, create: bool = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
 
 from rlflow.transfer_queue.changes import ChangeLog
 from rlflow.transfer_queue.fields import FieldState
@@ -37,17 +38,13 @@ class Partition:
     nbytes: int = 0
     listed: bool = True
 
-    def find_or_make(self, keys: Sequence[str], new_row: Callable[[str], Row]) -> tuple[list[Row], list[Row]]:
-        """The rows of the keys, and those among them that had to be made."""
-        rows, made = [], []
+    def find_or_make(self, keys: Sequence[str], first_index: int) -> tuple[list[Row], list[Row]]:
+        """The rows of the keys, and those among them that had to be made; these get indexes from `first_index` on."""
         known = self.rows
-        for key in keys:
-            row = known.get(key)
-            if row is None:
-                row = known[key] = new_row(key)
-                made.append(row)
-            rows.append(row)
-        return rows, made
+        missing = [key for key in dict.fromkeys(keys) if key not in known]
+        made = list(map(Row, missing, repeat(self.name), count(first_index)))
+        known.update(zip(missing, made, strict=True))
+        return made if len(made) == len(keys) else [known[key] for key in keys], made
 
     @staticmethod
     def merge_tags(rows: Sequence[Row], batch: TagBatch) -> list[int]:

@@ -13,7 +13,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Coroutine
+import uuid
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from rlflow.transfer_queue.errors import (
     QueueNotInitializedError,
     QueueUnavailableError,
 )
-from rlflow.transfer_queue.ports import LocalPort, Port, RayPort
+from rlflow.transfer_queue.ports import LocalPort, Port, RayPort, drive
 from rlflow.transfer_queue.settings import default_namespace, merge_config, place_units, shown_config
 from rlflow.transfer_queue.storage import storage_backend
 from rlflow.utils.errors import DeadlineError
@@ -71,6 +72,7 @@ class LoopThread:
 @dataclass
 class _Connection:
     client: TransferQueueClient
+    direct: TransferQueueClient  # its twin for the sync forms
     owner: bool
     pid: int
     session: str  # id of this process in Ray; a new ray.init gives a new one
@@ -122,7 +124,7 @@ def check_owner(action: str) -> None:
     connection = _current()
     if connection is None or not connection.owner:
         raise NotOwnerError(
-            f"only the process that created the table (the one whose transfer_queue.init came first) may {action}; this "
+            f"only the process that created the table (the first to call transfer_queue.init) may {action}; this "
             f"process {'is not connected to one' if connection is None else 'is attached to it'}. Call it there"
         )
 
@@ -133,7 +135,7 @@ def _living() -> _Connection | None:
     if connection is None:
         return None
     try:
-        loop_thread().run(connection.client.controller.call("session"))
+        loop_thread().run(_session(connection.client.controller))
     except QueueUnavailableError:
         forget_if_gone(connection.client)
     return _current()
@@ -157,6 +159,20 @@ def attached_client() -> TransferQueueClient:
             "process must call init with it"
         )
     return client
+
+
+def run_direct(operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]]) -> T:
+    """Run an operation of the client that waits for nothing but the table, in the calling thread.
+
+    A thread that runs an event loop cannot drive a second coroutine; there the private loop does it.
+    """
+    if asyncio._get_running_loop() is not None:
+        client = attached_client()
+        return loop_thread().run(operation(client))
+    client = attached_client()
+    connection = _connection
+    direct = connection.direct if connection is not None and connection.client is client else client.direct()
+    return drive(operation(direct))
 
 
 def forget_if_gone(client: TransferQueueClient) -> None:
@@ -189,7 +205,7 @@ def init(conf: Any, strict: bool) -> Any:
                     f"this process is attached to the table of namespace {connection.namespace!r} and cannot attach "
                     f"to {config['namespace']!r} too; close() first"
                 )
-            connection.client.strict = strict
+            connection.client.strict = connection.direct.strict = strict
             return conf
         if config["backend"]["storage_backend"] == "Local":
             _create_local(config, strict)
@@ -241,17 +257,23 @@ def _controller_title(namespace: str) -> str:
     return f"TransferQueue controller (namespace {namespace!r})"
 
 
+async def _session(port: Port) -> dict[str, Any]:
+    return await port.call("session")
+
+
 def _connect(port: Port, strict: bool, owner: bool, namespace: str) -> TransferQueueClient:
     global _connection
-    session = loop_thread().run(port.call("session"))
+    session = loop_thread().run(_session(port))
     config = session["config"]
     make_storage = storage_backend(config["backend"]["storage_backend"])[1]
     if isinstance(port, RayPort):
         port = RayPort(port.handle, _controller_title(namespace), config["rpc_timeout_s"])
-    client = TransferQueueClient(port, make_storage(session["endpoint"], config["rpc_timeout_s"]), config, strict)
+    name = uuid.uuid4().hex[:16]
+    storage = make_storage(session["endpoint"], config["rpc_timeout_s"], name)
+    client = TransferQueueClient(port, storage, config, strict, name)
     ray_session = _ray_session() if isinstance(port, RayPort) else ""
     with _state:
-        _connection = _Connection(client, owner, os.getpid(), ray_session, namespace)
+        _connection = _Connection(client, client.direct(), owner, os.getpid(), ray_session, namespace)
     return client
 
 
@@ -291,7 +313,10 @@ def close() -> None:
         connection = _current()
         with _state:
             _connection = None
-        if connection is None or not connection.owner:
+        if connection is None:
+            return
+        connection.client.close()
+        if not connection.owner:
             return
         client = connection.client
         if isinstance(client.controller, RayPort):

@@ -48,6 +48,12 @@ DEFAULTS: dict[str, Any] = {
             "exact_unit_count": False,
             # Only nodes that offer this custom Ray resource get units.
             "required_node_resource": None,
+            # Processes of a unit's machine write and read its memory directly; off: everything goes through messages.
+            "shared_memory": True,
+            # Shared memory that one unit may take, in bytes; beyond it, messages. None: as much as the machine gives.
+            "shared_memory_bytes": None,
+            # Memory that was not needed for this long is given back to the machine.
+            "shared_memory_idle_seconds": 60.0,
         },
     },
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from rlflow.transfer_queue.capacity import Bounds
@@ -88,7 +89,8 @@ class Table(RowNumbers):
         if head is None:
             return True
         new = self.rows_to_add(keys, partition_id)
-        return not new or self.bounds.fit(self.row_count + new, self.nbytes + head.nbytes)
+        nbytes = 0 if self.bounds.nbytes is None else self.nbytes + head.nbytes
+        return not new or self.bounds.fit(self.row_count + new, nbytes)
 
     def check_room(self, keys: Sequence[str], partition_id: str, head: BlockHead | None) -> None:
         """`CapacityError` unless a put fits."""
@@ -149,7 +151,10 @@ class Table(RowNumbers):
             self._check_expected(keys, partition_id, expect)
         partition = self._partitions.setdefault(partition_id, Partition(partition_id))
         partition.listed = True
-        rows, made = partition.find_or_make(keys, lambda key: self._new_row(key, partition.name))
+        rows, made = partition.find_or_make(keys, self.next_index)
+        self._by_index.update(zip(count(self.next_index), made, strict=False))
+        self.next_index += len(made)
+        self.row_count += len(made)
         self.commits += 1
         if batch is None:
             differing = [number for number, row in enumerate(rows) if row.names]
@@ -162,12 +167,6 @@ class Table(RowNumbers):
         partition.log.add(changed)
         after = TagBatch([rows[i].names for i in differing], [rows[i].values for i in differing])
         return PutReply(differing, pack_batch(after), sorted(common_fields(rows)))
-
-    def _new_row(self, key: str, partition_id: str) -> Row:
-        row = self._by_index[self.next_index] = Row(key, partition_id, self.next_index)
-        self.next_index += 1
-        self.row_count += 1
-        return row
 
     def _place(self, partition: Partition, rows: list[Row], changed: list[Row], head: BlockHead) -> list[Row]:
         """Commit a block; returns the rows that the put has changed."""
