@@ -135,7 +135,7 @@ def _living() -> _Connection | None:
     if connection is None:
         return None
     try:
-        loop_thread().run(_session(connection.client.controller))
+        loop_thread().run(_call(connection.client.controller, "session"))
     except QueueUnavailableError:
         forget_if_gone(connection.client)
     return _current()
@@ -257,13 +257,13 @@ def _controller_title(namespace: str) -> str:
     return f"TransferQueue controller (namespace {namespace!r})"
 
 
-async def _session(port: Port) -> dict[str, Any]:
-    return await port.call("session")
+async def _call(port: Port, method: str) -> Any:
+    return await port.call(method)
 
 
 def _connect(port: Port, strict: bool, owner: bool, namespace: str) -> TransferQueueClient:
     global _connection
-    session = loop_thread().run(_session(port))
+    session = loop_thread().run(_call(port, "session"))
     config = session["config"]
     make_storage = storage_backend(config["backend"]["storage_backend"])[1]
     if isinstance(port, RayPort):
@@ -322,7 +322,7 @@ def close() -> None:
         if isinstance(client.controller, RayPort):
             _kill(client.controller.handle)
         elif client.config["metrics"]["enabled"]:
-            loop_thread().run(client.controller.call("stop_metrics"))
+            loop_thread().run(_call(client.controller, "stop_metrics"))
 
 
 def _kill(handle: Any) -> None:
