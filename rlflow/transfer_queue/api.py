@@ -69,8 +69,11 @@ def get_client() -> TransferQueueClient:
 
 
 def get_metrics_endpoint() -> str | None:
-    """Address of the Prometheus endpoint; None, as the table has none yet."""
-    return None
+    """`host:port` of the table's Prometheus endpoint; None without `transfer_queue.metrics.enabled`."""
+    from rlflow.transfer_queue import runtime
+
+    client = runtime.current_client()
+    return None if client is None else client.config["metrics"].get("endpoint")
 
 
 async def _run(operation: Callable[[TransferQueueClient], Awaitable[T]]) -> T:

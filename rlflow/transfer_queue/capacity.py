@@ -106,5 +106,5 @@ class RoomQueue(Generic[T]):
                 continue
             try:
                 entry.done.set_result(entry.commit())
-            except Exception as error:  # belongs to the waiting put, not to the one who made room
+            except Exception as error:  # noqa: BLE001 - belongs to the waiting put, not to the one who made room
                 entry.done.set_exception(error)

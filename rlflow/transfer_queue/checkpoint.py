@@ -232,7 +232,7 @@ def _read(final: Path) -> tuple[State, Any]:
     if missing:
         raise IncompleteCheckpointError(
             f"{final} is no whole checkpoint of a table: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} "
-            "missing. Give the folder that save_checkpoint was called with; it must be visible from the controller's node"
+            "missing. Give the folder that save_checkpoint wrote; it must be visible from the controller's node"
         )
     try:
         metadata = json.loads((final / METADATA).read_text(encoding="utf-8"))

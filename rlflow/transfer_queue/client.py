@@ -20,9 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from rlflow.transfer_queue.batch_meta import BatchMeta, make_schema
+from rlflow.transfer_queue.arguments import check_keys, check_partition, check_select
 from rlflow.transfer_queue.column import OBJECT, Column, heads_of
 from rlflow.transfer_queue.commit import BlockHead
 from rlflow.transfer_queue.errors import (
@@ -34,6 +32,7 @@ from rlflow.transfer_queue.errors import (
 )
 from rlflow.transfer_queue.lineage import this_process
 from rlflow.transfer_queue.locate import Location
+from rlflow.transfer_queue.low_level import LowLevelCalls
 from rlflow.transfer_queue.meta import KVBatchMeta
 from rlflow.transfer_queue.ports import Port, offload
 from rlflow.transfer_queue.predicate import Predicate
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TransferQueueClient:
+class TransferQueueClient(LowLevelCalls):
     """See the module's docstring.
 
     Args:
@@ -71,6 +70,7 @@ class TransferQueueClient:
         self._storage = storage
         self._timeout_s = float(config["rpc_timeout_s"])
         self._block_numbers = itertools.count()
+        self._row_numbers = itertools.count()
 
     def direct(self) -> TransferQueueClient:
         """The same client with ports that block the calling thread; for `ports.drive`."""
@@ -137,8 +137,7 @@ class TransferQueueClient:
         parser: DataParser | None,
         expect: Sequence[Tag] | None = None,
     ) -> KVBatchMeta:
-        if not isinstance(partition_id, str) or not partition_id:
-            raise QueueTypeError(f"a partition is named by a non-empty string, got {partition_id!r}")
+        check_partition(partition_id)
         if len(set(keys)) != len(keys):
             raise QueueArgumentError(f"the keys of a put must differ, got {len(keys)} keys, {len(set(keys))} different")
         if not columns and tags is None:
@@ -251,11 +250,6 @@ class TransferQueueClient:
 
     # -- the rest ----------------------------------------------------------------------------------
 
-    async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
-        """See `api.kv_list`."""
-        listing = await self.controller.call("listing", partition_id)
-        return {name: tagged.dicts() for name, tagged in listing.items()}
-
     async def async_lineage(
         self, keys: Sequence[str] | str, partition_id: str, fields: Sequence[str] | None
     ) -> dict[str, dict[str, dict[str, Any]]]:
@@ -308,7 +302,7 @@ class TransferQueueClient:
         except (TypeError, ValueError) as error:
             raise QueueTypeError(f"the metadata of a checkpoint must be plain JSON values: {error}") from error
         if not include_storage:
-            logger.warning("include_storage=False has no effect: this storage lives in memory, and rows without it do not")
+            logger.warning("include_storage=False has no effect: this storage lives in memory and would be lost")
         folder, extra_s = os.path.abspath(checkpoint_dir), float(self.config["checkpoint_timeout_s"])
         await self.controller.call("save_checkpoint", folder, metadata, extra_s=extra_s)
 
@@ -317,107 +311,7 @@ class TransferQueueClient:
         folder, extra_s = os.path.abspath(checkpoint_dir), float(self.config["checkpoint_timeout_s"])
         return await self.controller.call("load_checkpoint", folder, extra_s=extra_s)
 
-    # -- the columnar view -------------------------------------------------------------------------
-
-    async def async_kv_retrieve_meta(
-        self, keys: Sequence[str] | str, partition_id: str, create: bool = False
-    ) -> BatchMeta:
-        """The `BatchMeta` of rows, with the fields they have in common; `create` makes missing rows."""
-        import torch
-
-        keys = check_keys(keys)
-        reply = await self.controller.call("describe", keys, partition_id, create)
-        schema = {}
-        for name, (dtype, shapes) in reply["fields"].items():
-            if dtype == OBJECT:
-                schema[name] = make_schema(None, [None] * len(shapes))
-            else:
-                schema[name] = make_schema(getattr(torch, dtype), [shape or (1,) for shape in shapes])
-        ready = np.full(len(keys), int(bool(schema)), np.int8)
-        return BatchMeta(reply["indexes"], [partition_id] * len(keys), schema, ready, None, reply["tags"])
-
-    async def async_kv_retrieve_keys(self, global_indexes: Sequence[int], partition_id: str) -> list[str]:
-        """Keys of row numbers; `StorageKeyNotFoundError` for a number that is not in the partition."""
-        found = await self.controller.call("keys_of", [int(index) for index in global_indexes])
-        for index, (partition, _) in zip(global_indexes, found, strict=True):
-            if partition != partition_id:
-                raise StorageKeyNotFoundError(f"row {index} is in partition {partition!r}, not in {partition_id!r}")
-        return [key for _, key in found]
-
-    async def async_get_data(self, meta: BatchMeta) -> TensorDict:
-        """The fields of a `BatchMeta` whose rows are of one partition; an empty meta gives an empty TensorDict."""
-        if not meta.size:
-            return await self._decode({}, 0, meta.field_names)
-        if len(set(meta.partition_ids)) > 1:
-            raise QueueArgumentError("the rows are of several partitions; use chunk_by_partition() and get each part")
-        keys = await self.async_kv_retrieve_keys(meta.global_indexes, meta.partition_ids[0])
-        return await self.async_get_batch(keys, meta.partition_ids[0], meta.field_names, ())
-
-    async def async_get_partition_list(self) -> list[str]:
-        """Names of all partitions."""
-        return await self.controller.call("partitions")
-
     async def async_stats(self) -> dict[str, Any]:
         """{"rows": {partition: count}, "units": [{"blocks", "bytes"} of each storage unit]}."""
         return await self.controller.call("stats")
 
-    # -- marks of consumers ------------------------------------------------------------------------
-
-    async def async_get_production_status(
-        self, fields: Sequence[str], partition_id: str
-    ) -> tuple[list[int], np.ndarray]:
-        """Row numbers of a partition, and int8 1 where all of `fields` are present."""
-        indexes, status = await self.controller.call("production", list(fields), partition_id)
-        return indexes, np.array(status, np.int8)
-
-    async def async_get_consumption_status(self, task_name: str, partition_id: str) -> tuple[list[int], np.ndarray]:
-        """Row numbers of a partition, and int8 1 where `task_name` has consumed the row."""
-        indexes, status = await self.controller.call("consumption", task_name, partition_id)
-        return indexes, np.array(status, np.int8)
-
-    async def async_check_production_status(self, fields: Sequence[str], partition_id: str) -> bool:
-        """Whether the partition has rows and all of them have all of `fields`."""
-        _, status = await self.async_get_production_status(fields, partition_id)
-        return bool(len(status)) and bool(status.all())
-
-    async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Whether the partition has rows and `task_name` has consumed all of them."""
-        _, status = await self.async_get_consumption_status(task_name, partition_id)
-        return bool(len(status)) and bool(status.all())
-
-    async def async_mark_consumed(self, task_name: str, keys: Sequence[str] | str, partition_id: str) -> None:
-        """Mark rows as consumed by `task_name`."""
-        await self.controller.call("consume", task_name, check_keys(keys), partition_id)
-
-    async def async_reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Clear the marks of one task, or of all; the data stays. False when there is no such partition."""
-        return await self.controller.call("reset_consumption", partition_id, task_name)
-
-
-# -- checks ----------------------------------------------------------------------------------------
-
-
-def check_keys(keys: Sequence[str] | str) -> list[str]:
-    """Keys as a list; a ValueError for none, a TypeError for a key that is no string."""
-    result = [keys] if isinstance(keys, str) else list(keys)
-    if not result:
-        raise QueueArgumentError("the list of keys is empty; name at least one row")
-    for key in result:
-        if not isinstance(key, str):
-            raise QueueTypeError(f"a key is a string, got {key!r} of type {type(key).__name__}")
-    return result
-
-
-def check_select(select_fields: Any, missing_ok: Sequence[str]) -> list[str] | None:
-    """Selected fields as a list, None for all; optional fields must be among the selected ones."""
-    if isinstance(missing_ok, str):
-        raise QueueTypeError(f"missing_ok takes a list of field names, got the string {missing_ok!r}")
-    if select_fields is None:
-        return None
-    selected = [select_fields] if isinstance(select_fields, str) else list(select_fields)
-    surplus = [name for name in missing_ok if name not in selected]
-    if surplus:
-        raise QueueArgumentError(
-            f"missing_ok names {some(surplus)}, which select_fields does not select; add the optional fields to it"
-        )
-    return selected

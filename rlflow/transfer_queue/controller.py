@@ -27,10 +27,14 @@ from typing import Any
 
 from rlflow.transfer_queue import checkpoint
 from rlflow.transfer_queue.capacity import Bounds, RoomQueue
+from rlflow.transfer_queue.controller_rows import RowCalls
 from rlflow.transfer_queue.errors import QueueUnavailableError, TableCheckpointError
+from rlflow.transfer_queue.fetch import Fetches
 from rlflow.transfer_queue.matches import Matches
 from rlflow.transfer_queue.predicate import Predicate
 from rlflow.transfer_queue.rows import tagged, writer_of
+from rlflow.transfer_queue.samplers import make_sampler
+from rlflow.transfer_queue.settings import shown_config
 from rlflow.transfer_queue.signals import Signal
 from rlflow.transfer_queue.snapshot import freeze, thaw
 from rlflow.transfer_queue.storage import StorageHost, storage_backend
@@ -66,7 +70,7 @@ class WatchReply:
     deleted: list[str]
 
 
-class TransferQueueController:
+class TransferQueueController(RowCalls):
     """Metadata of the whole table; see the module's docstring.
 
     Args:
@@ -77,7 +81,7 @@ class TransferQueueController:
     def __init__(self, config: dict[str, Any], placements: Sequence[str | None]) -> None:
         backend = config["backend"]["storage_backend"]
         simple = config["backend"]["SimpleStorage"]
-        self._config = config
+        self._config = shown_config(config)
         self._table = Table(Bounds(simple["total_storage_size"], simple["total_storage_bytes"]))
         self._capacity_wait_s = float(config["capacity_wait_s"])
         self._host: StorageHost = storage_backend(backend)[0](config, placements)
@@ -85,14 +89,15 @@ class TransferQueueController:
         self._signals: dict[str, Signal] = {}
         self._room: RoomQueue[PutReply] = RoomQueue()
         self._matches: OrderedDict[tuple[str, str, str], Matches] = OrderedDict()
-        # The sampler of the low-level client, where there is one; its state is part of a checkpoint.
-        self.sampler: Any = None
+        self._fetches = Fetches(self._table, make_sampler(config["controller"]["sampler"]))
+        self._polling = bool(config["controller"]["polling_mode"])
+        self._data_signals: dict[str, Signal] = {}
         self._checkpointing = asyncio.Lock()
         self._held_back: dict[int, list[str]] | None = None  # blocks to free once a checkpoint has them
         if backend != "Local":
             # A table of a million rows is millions of objects without a cycle; looking through them takes the garbage
             # collector a second, in which nobody would be answered.
-            gc.set_threshold(100_000, 50, 1000)
+            gc.set_threshold(100_000, 50, 100)
 
     async def session(self) -> dict[str, Any]:
         """What a client needs to take part."""
@@ -147,6 +152,7 @@ class TransferQueueController:
             committed = True
             if self._table.version(partition_id) != version:
                 self._changed(partition_id)
+            self._data_came(partition_id, keys, head)
             self._free_garbage()
             return reply
 
@@ -190,11 +196,14 @@ class TransferQueueController:
     async def clear(self, keys: Sequence[str], partition_id: str) -> int:
         """Delete rows; returns how many there were."""
         count = self._table.clear(keys, partition_id)
+        self._removed(partition_id, count)
+        return count
+
+    def _removed(self, partition_id: str, count: int) -> None:
         if count:
             self._changed(partition_id)
         self._free_garbage()
         self._room.advance()
-        return count
 
     def _check_units(self) -> None:
         lost = self._table.lost_units
@@ -230,6 +239,7 @@ class TransferQueueController:
         logger.error("storage unit %d is gone: %s", unit, reason)
         for partition_id in self._table.lose_unit(unit, reason):
             self._changed(partition_id)
+        self._fetches.forget()
         self._room.advance()
 
     async def abandon(self, writer: str) -> list[str]:
@@ -242,7 +252,7 @@ class TransferQueueController:
     async def save_checkpoint(self, folder: str, user_metadata: Any) -> None:
         """Write the table of this moment; see `checkpoint`."""
         async with self._checkpointing:
-            sampler = None if self.sampler is None else self.sampler.save_checkpoint()
+            sampler = self._fetches.sampler.save_checkpoint()
             snapshot = freeze(self._table)
             self._held_back = {}
             try:
@@ -263,8 +273,8 @@ class TransferQueueController:
                 seen = max(loaded.state["version"], self._table.highest_version())
                 start = max(int(time.time()), (seen >> _EPOCH_BITS) + 1) << _EPOCH_BITS
                 table = await asyncio.to_thread(thaw, loaded.state, loaded.homes, self._table.bounds, start)
-                if self.sampler is not None and loaded.sampler is not None:
-                    self.sampler.load_checkpoint(loaded.sampler)
+                if loaded.sampler is not None:
+                    self._fetches.sampler.load_checkpoint(loaded.sampler)
             except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
                 checkpoint.discard(self._host, loaded.homes)
                 raise TableCheckpointError(f"the state in {folder} contradicts itself ({error!r})") from error
@@ -274,6 +284,9 @@ class TransferQueueController:
     def _replace_table(self, table: Table) -> None:
         former, self._table = self._table, table
         table.take_over(former)
+        self._fetches = Fetches(table, self._fetches.sampler)
+        for partition_id in list(self._data_signals):
+            self._wake_fetches(partition_id)
         garbage: dict[int, list[str]] = {}
         for block in former.blocks():
             garbage.setdefault(block.unit, []).append(block.block_id)
@@ -368,35 +381,3 @@ class TransferQueueController:
         while len(self._matches) > _REMEMBERED_PREDICATES:
             self._matches.popitem(last=False)
         return self._matches[key]
-
-    # -- the columnar view and the marks of consumers ----------------------------------------------
-
-    async def describe(self, keys: Sequence[str], partition_id: str, create: bool) -> dict[str, Any]:
-        """See `Table.describe`; `create` makes missing rows first."""
-        if create:
-            await self.put(keys, partition_id, None, None)
-        return self._table.describe(keys, partition_id)
-
-    async def keys_of(self, indexes: Sequence[int]) -> list[tuple[str, str]]:
-        """See `Table.keys_of`."""
-        return self._table.keys_of(indexes)
-
-    async def partitions(self) -> list[str]:
-        """See `Table.partitions`."""
-        return self._table.partitions()
-
-    async def production(self, fields: Sequence[str], partition_id: str) -> tuple[list[int], list[int]]:
-        """See `Table.production`."""
-        return self._table.production(fields, partition_id)
-
-    async def consumption(self, task: str, partition_id: str) -> tuple[list[int], list[int]]:
-        """See `Table.consumption`."""
-        return self._table.consumption(task, partition_id)
-
-    async def consume(self, task: str, keys: Sequence[str], partition_id: str) -> None:
-        """See `Table.consume`."""
-        self._table.consume(task, keys, partition_id)
-
-    async def reset_consumption(self, partition_id: str, task: str | None) -> bool:
-        """See `Table.reset_consumption`."""
-        return self._table.reset_consumption(partition_id, task)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlflow.utils.errors import CheckpointError, RlflowError
+from rlflow.utils.errors import CheckpointError, DeadlineError, RlflowError
 
 
 def some(names: Sequence[str], limit: int = 4) -> str:
@@ -23,6 +23,10 @@ class TransferQueueError(RlflowError):
 
 class QueueArgumentError(TransferQueueError, ValueError):
     """A call's arguments contradict each other or are empty."""
+
+
+class QueueRequestError(QueueArgumentError, RuntimeError):
+    """A low-level call asks for what cannot be; also a RuntimeError, which is what the public package raises."""
 
 
 class QueueTypeError(TransferQueueError, TypeError):
@@ -47,6 +51,10 @@ class MissingFieldError(TransferQueueError, KeyError):
 
 class NotReadyError(TransferQueueError, ValueError):
     """The requested rows share no field; rows that only have a tag have none."""
+
+
+class FetchTimeoutError(TransferQueueError, DeadlineError, RuntimeError):
+    """A fetch waited for rows that did not become ready in time."""
 
 
 class CapacityError(TransferQueueError):

@@ -132,6 +132,6 @@ def _raise_lost(rows: Sequence[Row], partition: Partition, lost_units: dict[int,
     named = "; ".join(f"{unit} ({lost_units.get(unit, 'gone')})" for unit in units)
     raise StorageUnitLostError(
         f"fields {some(fields, 8)} of {len(rows)} requested rows of partition {partition.name!r} "
-        f"({some([row.key for row in rows])}) are lost with storage unit {named}. Clear these rows and make them again, "
-        "or put the fields again"
+        f"({some([row.key for row in rows])}) are lost with storage unit {named}. Clear these rows and make them "
+        "again, or put the fields again"
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
 
 from rlflow.transfer_queue.changes import ChangeLog
 from rlflow.transfer_queue.fields import FieldState
@@ -25,6 +26,7 @@ class Partition:
         log: what changed when.
         lost: {key: {field: storage unit that lost it}}, for rows that have not got the field again.
         nbytes: bytes of its blocks.
+        listed: False after it was dropped, until the next put.
     """
 
     name: str
@@ -34,18 +36,15 @@ class Partition:
     log: ChangeLog = field(default_factory=ChangeLog)
     lost: dict[str, dict[str, int]] = field(default_factory=dict)
     nbytes: int = 0
+    listed: bool = True
 
-    def find_or_make(self, keys: Sequence[str], new_row: Callable[[str], Row]) -> tuple[list[Row], list[Row]]:
-        """The rows of the keys, and those among them that had to be made."""
-        rows, made = [], []
+    def find_or_make(self, keys: Sequence[str], first_index: int) -> tuple[list[Row], list[Row]]:
+        """The rows of the keys, and those among them that had to be made; these get indexes from `first_index` on."""
         known = self.rows
-        for key in keys:
-            row = known.get(key)
-            if row is None:
-                row = known[key] = new_row(key)
-                made.append(row)
-            rows.append(row)
-        return rows, made
+        missing = [key for key in dict.fromkeys(keys) if key not in known]
+        made = list(map(Row, missing, repeat(self.name), count(first_index)))
+        known.update(zip(missing, made, strict=True))
+        return made if len(made) == len(keys) else [known[key] for key in keys], made
 
     @staticmethod
     def merge_tags(rows: Sequence[Row], batch: TagBatch) -> list[int]:
@@ -62,6 +61,14 @@ class Partition:
             if len(row.names) != len(names):
                 differing.append(number)
         return differing
+
+    def replace_tags(self, rows: Sequence[Row], batch: TagBatch) -> None:
+        """Give the rows these tags instead of theirs; what the table itself says of lost fields stays."""
+        for row, names, values in zip(rows, batch.names, batch.values, strict=True):
+            row.names, row.values = names, values
+            if row.key in self.lost:
+                self._mark_lost(row)
+        self.log.add(rows)
 
     def place(self, rows: Sequence[Row], block: Block) -> tuple[Freed, list[Row]]:
         """Let a block provide its fields of these rows: place i of it belongs to row i.

@@ -27,7 +27,7 @@ from rlflow.transfer_queue.errors import (
     QueueUnavailableError,
 )
 from rlflow.transfer_queue.ports import LocalPort, Port, RayPort, drive
-from rlflow.transfer_queue.settings import default_namespace, merge_config, place_units
+from rlflow.transfer_queue.settings import default_namespace, merge_config, place_units, shown_config
 from rlflow.transfer_queue.storage import storage_backend
 from rlflow.utils.errors import DeadlineError
 from rlflow.utils.ray_utils import ray_get
@@ -124,7 +124,7 @@ def check_owner(action: str) -> None:
     connection = _current()
     if connection is None or not connection.owner:
         raise NotOwnerError(
-            f"only the process that created the table (the one whose transfer_queue.init came first) may {action}; this "
+            f"only the process that created the table (the first to call transfer_queue.init) may {action}; this "
             f"process {'is not connected to one' if connection is None else 'is attached to it'}. Call it there"
         )
 
@@ -186,6 +186,14 @@ def forget_if_gone(client: TransferQueueClient) -> None:
             _connection = None
 
 
+def leave(controller: Port) -> None:
+    """Drop the process's client if it is one of this controller, unless the table lives as long as it: the owner's."""
+    global _connection
+    with _state:
+        if _connection is not None and _connection.client.controller is controller and not _connection.owner:
+            _connection = None
+
+
 def init(conf: Any, strict: bool) -> Any:
     """See `api.init`."""
     with _lock:
@@ -220,7 +228,7 @@ def init(conf: Any, strict: bool) -> Any:
 def _as_conf(config: dict[str, Any]) -> Any:
     from omegaconf import OmegaConf
 
-    return OmegaConf.create(config)
+    return OmegaConf.create(shown_config(config))
 
 
 def _require_ray() -> Any:
@@ -272,7 +280,8 @@ def _connect(port: Port, strict: bool, owner: bool, namespace: str) -> TransferQ
 def _create(config: dict[str, Any], strict: bool) -> bool:
     """Create the table; False when another process was faster."""
     ray = _require_ray()
-    actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_MAX_CONCURRENCY)(TransferQueueController)
+    options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": _MAX_CONCURRENCY}
+    actor_class = ray.remote(**options)(_controller_class(config))
     placements = place_units(config, ray.nodes())
     try:
         handle = actor_class.options(name=CONTROLLER_NAME, namespace=config["namespace"]).remote(config, placements)
@@ -284,8 +293,16 @@ def _create(config: dict[str, Any], strict: bool) -> bool:
     return True
 
 
+def _controller_class(config: dict[str, Any]) -> type[TransferQueueController]:
+    if not config["metrics"]["enabled"]:
+        return TransferQueueController
+    from rlflow.transfer_queue.exporter import MeteredController
+
+    return MeteredController
+
+
 def _create_local(config: dict[str, Any], strict: bool) -> None:
-    controller = TransferQueueController(config, [None])
+    controller = _controller_class(config)(config, [None])
     _connect(LocalPort(controller, loop_thread().loop), strict, owner=True, namespace=config["namespace"])
 
 
@@ -301,8 +318,11 @@ def close() -> None:
         connection.client.close()
         if not connection.owner:
             return
-        if isinstance(connection.client.controller, RayPort):
-            _kill(connection.client.controller.handle)
+        client = connection.client
+        if isinstance(client.controller, RayPort):
+            _kill(client.controller.handle)
+        elif client.config["metrics"]["enabled"]:
+            loop_thread().run(client.controller.call("stop_metrics"))
 
 
 def _kill(handle: Any) -> None:

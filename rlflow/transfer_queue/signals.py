@@ -23,7 +23,7 @@ class Signal:
             try:
                 if ready is None or ready():
                     waiter.set_result(None)
-            except Exception as error:  # belongs to the waiter, not to the one who changed something
+            except Exception as error:  # noqa: BLE001 - belongs to the waiter, not to the one who changed something
                 waiter.set_exception(error)
 
     async def wait(self, deadline: float, ready: Callable[[], bool] | None = None) -> bool:

@@ -1,7 +1,7 @@
 """The table's metadata as plain values: `freeze` it in a moment, `encode` it at leisure, `thaw` it into a new table.
 
-What a row holds is replaced, never changed, so a snapshot only notes it: about a tenth of a microsecond a value. Writers
-go on as soon as `freeze` has returned; `encode` may run in another thread.
+What a row holds is replaced, never changed, so a snapshot only notes it. Writers go on as
+soon as `freeze` has returned; `encode` may run in another thread.
 """
 
 from __future__ import annotations
@@ -16,28 +16,21 @@ from rlflow.transfer_queue.fields import FieldState, Schema, shared_schema
 from rlflow.transfer_queue.partition import Partition
 from rlflow.transfer_queue.rows import Block, Extent, Layout, Row
 from rlflow.transfer_queue.table import Table
-from rlflow.transfer_queue.tags import Names, TagBatch, Values, pack_batch, unpack_batch
+from rlflow.transfer_queue.tags import TagBatch, pack_batch, unpack_batch
 
 State = dict[str, Any]
 
 
-class FrozenRow(NamedTuple):
-    """What a row held."""
-
-    key: str
-    index: int
-    names: Names
-    values: Values
-    layout: Layout
-    parts: tuple[Block | int, ...]
-
-
 @dataclass(slots=True)
 class FrozenPartition:
-    """What a partition held."""
+    """What a partition held; the rows by columns, each as long as there were rows."""
 
     name: str
-    rows: list[FrozenRow]
+    keys: list[str]
+    indexes: list[int]
+    tags: TagBatch
+    layouts: list[Layout]
+    parts: list[tuple[Block | int, ...]]
     fields: list[list[Any]]
     consumed: dict[str, list[int]]
     lost: dict[str, dict[str, int]]
@@ -69,9 +62,14 @@ def freeze(table: Table) -> Snapshot:
 
 
 def _freeze_partition(partition: Partition) -> FrozenPartition:
+    rows = partition.rows.values()
     return FrozenPartition(
         partition.name,
-        [FrozenRow(r.key, r.index, r.names, r.values, r.layout, r.parts) for r in partition.rows.values()],
+        list(partition.rows),
+        [row.index for row in rows],
+        TagBatch([row.names for row in rows], [row.values for row in rows]),
+        [row.layout for row in rows],
+        [row.parts for row in rows],
         [
             [name, state.dtype, state.declared, [[list(low), list(high)] for low, high in state.span.values()]]
             for name, state in partition.fields.items()
@@ -111,21 +109,20 @@ def encode(snapshot: Snapshot) -> State:
 
 
 def _encode_partition(partition: FrozenPartition, number_of: Mapping[Block, int]) -> State:
-    rows = partition.rows
-    layouts = {id(row.layout): row.layout for row in rows}
+    layouts = {id(layout): layout for layout in partition.layouts}
     layout_numbers = {key: number for number, key in enumerate(layouts)}
     return {
         "name": partition.name,
         "fields": partition.fields,
         "consumed": partition.consumed,
         "lost": partition.lost,
-        "keys": [row.key for row in rows],
-        "indexes": [row.index for row in rows],
-        "tags": pack_batch(TagBatch([row.names for row in rows], [row.values for row in rows])),
+        "keys": partition.keys,
+        "indexes": partition.indexes,
+        "tags": pack_batch(partition.tags),
         "layouts": [[list(names) for names in layout] for layout in layouts.values()],
-        "layout_of": [layout_numbers[id(row.layout)] for row in rows],
-        "block_of": [[number_of[block] for block in row.parts[::2]] for row in rows],  # type: ignore[index]
-        "place_of": [list(row.parts[1::2]) for row in rows],
+        "layout_of": [layout_numbers[id(layout)] for layout in partition.layouts],
+        "block_of": [[number_of[block] for block in parts[::2]] for parts in partition.parts],  # type: ignore[index]
+        "place_of": [list(parts[1::2]) for parts in partition.parts],
     }
 
 

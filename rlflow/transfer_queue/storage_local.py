@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.transfer_queue.column import Column
+from rlflow.transfer_queue.meter import unit_class_for
 from rlflow.transfer_queue.storage import (
     Cells,
     DataParser,
@@ -25,7 +26,7 @@ class LocalStorageHost(StorageHost):
     """One unit in this process."""
 
     def __init__(self, config: dict[str, Any], placements: Sequence[str | None]) -> None:
-        self._unit = StorageUnit()
+        self._unit = unit_class_for(config, StorageUnit)()
 
     @property
     def endpoint(self) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rlflow.transfer_queue.errors import QueueUnavailableError
+from rlflow.transfer_queue.meter import unit_class_for
 from rlflow.transfer_queue.ports import RayPort
 from rlflow.transfer_queue.storage import Extent, FileEntry, Garbage, StorageHost, register_storage_backend
 from rlflow.transfer_queue.storage_simple_client import SimpleStorageClient
@@ -35,10 +36,12 @@ class SimpleStorageHost(StorageHost):
         options = config["backend"]["SimpleStorage"]
         # num_cpus=0: the units move bytes and must not take a core from the scheduler's account. Files are written
         # beside the ordinary calls, which keep their order.
-        unit_class = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"files": 1})(SimpleUnit)
+        options_of_class: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"files": 1}}
+        unit_class = ray.remote(**options_of_class)(unit_class_for(config, SimpleUnit))
         # The session in the name keeps a new table's units apart from those of one that is just being torn down.
         suffix = str(ray.get_runtime_context().get_actor_id())[:12]
         self._timeout_s = float(config["rpc_timeout_s"])
+        self._file_s = float(config["checkpoint_timeout_s"])
         self._idle_s = float(options["shared_memory_idle_seconds"])
         self._nodes = list(placements)
         self._ports: list[RayPort] = []
@@ -117,10 +120,10 @@ class SimpleStorageHost(StorageHost):
         ]
 
     async def export_blocks(self, unit: int, blocks: Sequence[tuple[str, Extent | None]], path: str) -> list[FileEntry]:
-        return await self._files(unit).call("export_blocks", list(blocks), path)
+        return await self._files(unit).call("export_blocks", list(blocks), path, extra_s=self._file_s)
 
     async def import_blocks(self, unit: int, path: str, entries: Sequence[FileEntry]) -> dict[str, Extent | None]:
-        return await self._files(unit).call("import_blocks", path, list(entries))
+        return await self._files(unit).call("import_blocks", path, list(entries), extra_s=self._file_s)
 
     def _files(self, unit: int) -> RayPort:
         port = copy.copy(self._ports[unit])

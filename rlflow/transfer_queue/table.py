@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from rlflow.transfer_queue.capacity import Bounds
@@ -20,7 +21,6 @@ from rlflow.transfer_queue.errors import (
     DtypeConflictError,
     QueueArgumentError,
     QueueUnavailableError,
-    StorageKeyNotFoundError,
     StorageUnitLostError,
     TagConflictError,
     some,
@@ -89,7 +89,8 @@ class Table(RowNumbers):
         if head is None:
             return True
         new = self.rows_to_add(keys, partition_id)
-        return not new or self.bounds.fit(self.row_count + new, self.nbytes + head.nbytes)
+        nbytes = 0 if self.bounds.nbytes is None else self.nbytes + head.nbytes
+        return not new or self.bounds.fit(self.row_count + new, nbytes)
 
     def check_room(self, keys: Sequence[str], partition_id: str, head: BlockHead | None) -> None:
         """`CapacityError` unless a put fits."""
@@ -149,7 +150,11 @@ class Table(RowNumbers):
         if expect is not None:
             self._check_expected(keys, partition_id, expect)
         partition = self._partitions.setdefault(partition_id, Partition(partition_id))
-        rows, made = partition.find_or_make(keys, lambda key: self._new_row(key, partition.name))
+        partition.listed = True
+        rows, made = partition.find_or_make(keys, self.next_index)
+        self._by_index.update(zip(count(self.next_index), made, strict=False))
+        self.next_index += len(made)
+        self.row_count += len(made)
         self.commits += 1
         if batch is None:
             differing = [number for number, row in enumerate(rows) if row.names]
@@ -162,12 +167,6 @@ class Table(RowNumbers):
         partition.log.add(changed)
         after = TagBatch([rows[i].names for i in differing], [rows[i].values for i in differing])
         return PutReply(differing, pack_batch(after), sorted(common_fields(rows)))
-
-    def _new_row(self, key: str, partition_id: str) -> Row:
-        row = self._by_index[self.next_index] = Row(key, partition_id, self.next_index)
-        self.next_index += 1
-        self.row_count += 1
-        return row
 
     def _place(self, partition: Partition, rows: list[Row], changed: list[Row], head: BlockHead) -> list[Row]:
         """Commit a block; returns the rows that the put has changed."""
@@ -230,6 +229,26 @@ class Table(RowNumbers):
             del self._by_index[row.index]
         self.row_count -= len(gone)
         return len(gone)
+
+    def drop(self, partition_id: str) -> int:
+        """Delete all rows and marks of a partition, and stop listing it until the next put; returns how many went.
+
+        Its versions go on, so that a watcher sees the deletions.
+        """
+        partition = self._partitions.get(partition_id)
+        if partition is None:
+            return 0
+        count = self.clear(list(partition.rows), partition_id)
+        partition.consumed.clear()
+        partition.listed = False
+        return count
+
+    def set_tags(self, keys: Sequence[str], partition_id: str, tags: Sequence[Tag]) -> None:
+        """Replace the tags of existing rows, where `put` merges."""
+        batch = TagBatch.of(tags)
+        _check_reserved(batch)
+        rows = self._known(keys, partition_id)
+        self._partitions[partition_id].replace_tags(rows, batch)
 
     def take_garbage(self) -> dict[int, list[str]]:
         """Ids of the blocks to free, by storage unit; they are the caller's from now on."""
@@ -317,7 +336,7 @@ class Table(RowNumbers):
         return {
             name: {key: row.tag for key, row in self._partitions[name].rows.items()}
             for name in wanted
-            if name in self._partitions
+            if name in self._partitions and self._partitions[name].listed
         }
 
     def locate(

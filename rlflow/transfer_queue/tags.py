@@ -1,8 +1,8 @@
 """Tags on their way between client and controller: one msgpack message for the tags of a whole call.
 
-Rows of a batch mostly have the same tag names, so tags travel and are kept as one tuple of names that rows share and one
-tuple of values a row. Message: [rows, [[names, row numbers or nil for all, [column of values, ...]], ...]], one entry
-per set of names.
+Rows of a batch mostly have the same tag names, so tags travel and are kept as one tuple of names that rows share and
+one tuple of values a row. Message: [rows, [[names, row numbers or nil for all, [column of values, ...]], ...]], one
+entry for each set of names.
 
 Values are plain: str, int, float, bool, None, bytes, lists, tuples and dicts of these, and numpy scalars.
 """
@@ -45,11 +45,14 @@ class TagBatch:
     @classmethod
     def of(cls, tags: Sequence[Tag]) -> TagBatch:
         """From one dict a row."""
-        values = list(map(tuple, map(dict.values, tags)))
-        names = list(map(tuple, tags))
-        if names and all(map(names[0].__eq__, names)):  # most batches; hashing each row's names would cost more
-            return cls([shared_names(names[0])] * len(names), values)
-        return cls(list(map(shared_names, names)), values)
+        first = tuple(tags[0]) if tags else ()
+        if first and all(map(len(first).__eq__, map(len, tags))):
+            try:
+                pick = map(itemgetter(*first), tags)
+                return cls([shared_names(first)] * len(tags), list(zip(pick, strict=True) if len(first) == 1 else pick))
+            except KeyError:
+                pass  # as many names, but others
+        return cls([shared_names(tuple(tag)) for tag in tags], [tuple(tag.values()) for tag in tags])
 
     def dicts(self) -> list[Tag]:
         """One new dict a row."""
@@ -158,7 +161,9 @@ def check_tags(tags: Iterable[Tag], size: int) -> list[Tag]:
             if not isinstance(name, str):
                 raise QueueTypeError(f"a tag entry is named by a string, got {name!r} of type {type(name).__name__}")
         if LOST in tag:
-            raise QueueArgumentError(f"the tag entry {LOST!r} is set by the table alone (fields lost with a storage unit)")
+            raise QueueArgumentError(
+                f"the tag entry {LOST!r} is set by the table alone (fields lost with a storage unit)"
+            )
     return result
 
 

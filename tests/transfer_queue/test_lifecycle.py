@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -36,6 +37,14 @@ class OtherProcess:
 
     def init(self, conf: dict | None) -> object:
         return tq.init(conf)
+
+    def save(self, folder: str) -> str:
+        tq.kv_list()  # attaches
+        try:
+            tq.save_checkpoint(folder)
+        except RuntimeError:
+            return "RuntimeError"
+        return "none"
 
     def error_of(self, partition: str, since: int) -> str:
         try:
@@ -77,6 +86,22 @@ def test_another_process_attaches_by_itself_and_may_leave(ray_table, other):
     assert get(other.sum.remote("mine", "train")) == 6  # attaches again
     get(other.leave.remote())
     assert tq.kv_list("train")["train"].keys() == {"mine", "theirs"}
+
+
+def test_the_writer_of_a_field_is_named_across_processes(ray_table, other):
+    get(other.put.remote("a", "train"))
+    tq.kv_put("b", "train", {"x": torch.ones(3)})
+    lineage = tq.kv_lineage(["a", "b"], "train")
+    theirs, mine = lineage["a"]["x"]["writer"], lineage["b"]["x"]["writer"]
+    assert f"pid {os.getpid()} on " in mine
+    assert theirs.startswith("actor pid ")
+    assert f"pid {os.getpid()} on " not in theirs
+    assert theirs.split(" on ")[1] == mine.split(" on ")[1]
+
+
+def test_only_the_owner_saves_a_checkpoint(ray_table, other, tmp_path):
+    assert get(other.save.remote(str(tmp_path / "c"))) == "RuntimeError"
+    assert not (tmp_path / "c").exists()
 
 
 def test_an_async_actor_attaches_by_itself(ray_table, other):

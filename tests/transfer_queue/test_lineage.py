@@ -7,12 +7,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import ray
 import torch
 from tensordict import TensorDict
 
 import rlflow.transfer_queue as tq
-from rlflow.utils.ray_utils import ray_get
 
 pytestmark = pytest.mark.usefixtures("table")
 
@@ -32,22 +30,6 @@ def test_each_field_knows_its_last_writer(partition):
     assert tq.kv_lineage("b", partition, ["y", "z"]) == {"b": {"y": second}}
     with pytest.raises(KeyError, match="'nobody'"):
         tq.kv_lineage(["nobody"], partition)
-
-
-@ray.remote(num_cpus=0)
-class Writer:
-    def put(self, partition: str) -> int:
-        tq.kv_put("a", partition, {"x": torch.ones(2)})
-        tq.close()
-        return os.getpid()
-
-
-def test_the_writer_is_named_across_processes(ray_table, partition):
-    writer = Writer.options(name=f"writer-{partition}").remote()
-    pid = ray_get(writer.put.remote(partition), what="the writer", timeout_s=60)
-    named = tq.kv_lineage(["a"], partition)["a"]["x"]["writer"]
-    assert named.startswith(f"writer-{partition} pid {pid} on ")
-    ray.kill(writer)
 
 
 def test_a_put_may_depend_on_a_tag(partition):

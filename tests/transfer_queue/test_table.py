@@ -123,10 +123,10 @@ def test_the_ragged_dimension_is_learnt_from_all_rows_of_a_field():
 def test_row_numbers_are_never_reused():
     table = Table()
     table.put(["a"], "p", [{}])
-    first = table.describe(["a"], "p")["indexes"]
+    first = table.indexes("p", ["a"])
     table.clear(["a"], "p")
     table.put(["a"], "p", [{}])
-    assert table.describe(["a"], "p")["indexes"] != first
+    assert table.indexes("p", ["a"]) != first
     with pytest.raises(StorageKeyNotFoundError, match="cleared"):
         table.keys_of(first)
 

@@ -141,7 +141,9 @@ class TestShortForms:
         assert tq.wait(partition, "done").keys() == {"a"}
         assert tq.wait(partition, ("done", "failed"), count=2, timeout=LONG).keys() == {"a", "b"}
         assert tq.wait(partition, tq.Predicate(1, tag="n")) == {"c": {"n": 1}}
-        with pytest.raises(DeadlineError, match=r"1 of 3 keys have status in \('done'\); the others: \"b: 'failed'\", 'c: None'"):
+        with pytest.raises(
+            DeadlineError, match=r"1 of 3 keys have status in \('done'\); the others: \"b: 'failed'\", 'c: None'"
+        ):
             tq.wait(partition, "done", count=3, timeout=0.1)
 
         async def later() -> dict:
