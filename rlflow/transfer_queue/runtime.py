@@ -166,10 +166,13 @@ def run_direct(operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]
 
     A thread that runs an event loop cannot drive a second coroutine; there the private loop does it.
     """
+    return run_on(attached_client(), operation)
+
+
+def run_on(client: TransferQueueClient, operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]]) -> T:
+    """`run_direct` on a client that the caller has."""
     if asyncio._get_running_loop() is not None:
-        client = attached_client()
         return loop_thread().run(operation(client))
-    client = attached_client()
     connection = _connection
     direct = connection.direct if connection is not None and connection.client is client else client.direct()
     return drive(operation(direct))
@@ -190,8 +193,11 @@ def leave(controller: Port) -> None:
     """Drop the process's client if it is one of this controller, unless the table lives as long as it: the owner's."""
     global _connection
     with _state:
-        if _connection is not None and _connection.client.controller is controller and not _connection.owner:
-            _connection = None
+        connection = _connection
+        if connection is None or connection.owner or connection.client.controller is not controller:
+            return
+        _connection = None
+    connection.client.disconnect()
 
 
 def init(conf: Any, strict: bool) -> Any:
@@ -315,7 +321,7 @@ def close() -> None:
             _connection = None
         if connection is None:
             return
-        connection.client.close()
+        connection.client.disconnect()
         if not connection.owner:
             return
         client = connection.client
