@@ -29,6 +29,7 @@ BATCH_ROWS = 125
 NEIGHBOUR = 17  # not a multiple of TASKS: the rows of a client are read in another process
 PARTITION = "scale"
 SLACK_BYTES = 96 << 20
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written
 _DEADLINE_S = 360.0
 
 T = TypeVar("T")
@@ -114,7 +115,7 @@ def rss_bytes(pid: int) -> int:
 def shm_bytes() -> int:
     """What lies in /dev/shm, Ray's object store aside."""
     total = 0
-    for folder, _, names in os.walk("/dev/shm"):
+    for folder, _, names in os.walk(SHARED_MEMORY):
         for name in names:
             path = Path(folder, name)
             if "plasma" not in name and path.exists():
@@ -130,7 +131,7 @@ class Memory:
 
     def now(self) -> dict[str, int]:
         """Bytes by kind."""
-        return {"controller and units": sum(map(rss_bytes, self._pids)), "/dev/shm": shm_bytes()}
+        return {"controller and units": sum(map(rss_bytes, self._pids)), SHARED_MEMORY: shm_bytes()}
 
 
 def table_pids() -> list[int]:
