@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,15 @@ def ray_table(ray_cluster: None) -> Iterator[None]:
     tq.close()
 
 
+@pytest.fixture(scope="module")
+def shared_ray_table(ray_cluster: None) -> Iterator[None]:
+    """One table in Ray actors for the tests of a module that leave it whole."""
+    tq.close()
+    tq.init(RAY_CONF)
+    yield
+    tq.close()
+
+
 @pytest.fixture
 def partition() -> str:
     """A partition name of its own for each test."""
@@ -47,3 +58,24 @@ def compat(table: None) -> Iterator[None]:
     tq.init(strict=False)
     yield
     tq.init()
+
+
+class Process:
+    """A process that does what it is told."""
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@pytest.fixture(scope="module")
+def processes(ray_cluster: None) -> Iterator[list[Any]]:
+    """Two processes (Ray actors) for a module, which attach by themselves: `process.run.remote(function, *args)`."""
+    import ray
+
+    started = [ray.remote(num_cpus=0)(Process).remote() for _ in range(2)]
+    yield started
+    for process in started:
+        ray.kill(process)
