@@ -104,7 +104,7 @@ class ClientProcess:
             await self._timed("clear", tq.async_kv_clear(keys, PARTITION))
 
 
-def rss_bytes(pid: int) -> int:
+def private_bytes(pid: int) -> int:
     """Resident size of a process without shared pages."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss_Anon:"):
@@ -112,15 +112,18 @@ def rss_bytes(pid: int) -> int:
     return 0
 
 
-def shm_bytes() -> int:
-    """What lies in /dev/shm, Ray's object store aside."""
-    total = 0
-    for folder, _, names in os.walk(SHARED_MEMORY):
-        for name in names:
-            path = Path(folder, name)
-            if "plasma" not in name and path.exists():
-                total += path.stat().st_blocks * 512
-    return total
+def shared_bytes(pids: list[int]) -> int:
+    """Memory files that these processes hold open (each counted once), Ray's object store aside."""
+    sizes: dict[int, int] = {}
+    for pid in pids:
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target, status = os.readlink(path), path.stat()
+            except FileNotFoundError:
+                continue
+            if target.startswith(("/memfd:", SHARED_MEMORY)) and "plasma" not in target:
+                sizes[status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
 
 
 class Memory:
@@ -131,7 +134,8 @@ class Memory:
 
     def now(self) -> dict[str, int]:
         """Bytes by kind."""
-        return {"controller and units": sum(map(rss_bytes, self._pids)), SHARED_MEMORY: shm_bytes()}
+        private = sum(map(private_bytes, self._pids))
+        return {"controller and units": private, "shared": shared_bytes(self._pids)}
 
 
 def table_pids() -> list[int]:
