@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,6 @@ from rlflow.utils.ray_utils import ray_get
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 15.0  # within this every caller has its error
-SHARED = Path("/dev/shm")
-
-
-def pid_of(actor: Any) -> int:
-    return ray_get(actor.__ray_call__.remote(lambda _: os.getpid()), what="a pid", timeout_s=30)
-
-
-def actors(prefix: str) -> list[Any]:
-    """Handles of the named actors of this kind, by number."""
-    found = [each for each in ray.util.list_named_actors(all_namespaces=True) if each["name"].startswith(prefix)]
-    return [ray.get_actor(**each) for each in sorted(found, key=lambda each: each["name"])]
 
 
 def kill(pid: int) -> None:
@@ -56,11 +46,15 @@ def until(true: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-def shared_files() -> set[str]:
-    """Files in shared memory, Ray's own object store aside."""
-    return {
-        os.path.join(folder, name) for folder, _, names in os.walk(SHARED) for name in names if "plasma" not in name
-    }
+def others_with(inodes: Iterable[int]) -> set[int]:
+    """Processes but this one that have one of these files open or mapped."""
+    wanted, found = set(inodes), set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        with contextlib.suppress(OSError):
+            if pid != os.getpid() and any(os.stat(path).st_ino in wanted for path in (folder / "fd").iterdir()):
+                found.add(pid)
+    return found
 
 
 def rows_of(number: int) -> TensorDict:
@@ -81,7 +75,7 @@ def unit_blocks() -> list[int]:
 # -- a storage unit ----------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_storage_unit_takes_its_rows_and_no_others(ray_table, processes):
+def test_a_killed_storage_unit_takes_its_rows_and_no_others(ray_table, processes, table_processes):
     put_batches(0, 6)
     for i, process in enumerate(processes, 1):
         ray_get(process.run.remote(put_batches, 10 * i, 6), what="puts", timeout_s=60)
@@ -91,7 +85,7 @@ def test_a_killed_storage_unit_takes_its_rows_and_no_others(ray_table, processes
     assert 0 < blocks[victim] < sum(blocks), blocks
     version, _ = tq.kv_watch("train")
 
-    kill(pid_of(actors("TransferQueueStorageUnit#")[victim]))
+    kill(table_processes.units()[victim])
     lost, kept = [], []
     for number in numbers:
         keys = [f"{number}_{row}" for row in range(4)]
@@ -120,10 +114,10 @@ def test_a_killed_storage_unit_takes_its_rows_and_no_others(ray_table, processes
     assert tq.kv_batch_get("105_3", "train")["n"].tolist() == [105]
 
 
-def test_without_any_unit_puts_are_refused_and_tags_live_on(ray_table):
+def test_without_any_unit_puts_are_refused_and_tags_live_on(ray_table, table_processes):
     put_batches(0, 3)
-    for unit in actors("TransferQueueStorageUnit#"):
-        kill(pid_of(unit))
+    for pid in table_processes.units():
+        kill(pid)
     start = time.monotonic()
     with pytest.raises(tq.StorageUnitLostError):
         tq.kv_batch_get("0_0", "train")
@@ -143,7 +137,7 @@ def waits() -> list[Callable[[], Any]]:
     return [
         lambda: tq.kv_watch("empty", 0, 120),
         lambda: tq.kv_wait("empty", keys=keys, predicate=tq.Predicate("finished"), timeout_s=120),
-        lambda: tq.kv_put("one too many", "train", tag={}),
+        lambda: tq.kv_put("one too many", "train", {"x": torch.ones(1000)}),
     ]
 
 
@@ -161,26 +155,27 @@ def errors_of_waits() -> list[str]:
         return list(pool.map(error_of, waits()))
 
 
-def test_when_the_controller_is_killed_every_waiting_call_ends(ray_cluster, processes):
+def test_when_the_controller_is_killed_every_waiting_call_ends(table_processes, processes):
     tq.close()
     units = {"num_data_storage_units": 2, "exact_unit_count": True, "total_storage_size": 1}
-    before = shared_files()
     tq.init({"capacity_wait_s": 120.0, "backend": {"SimpleStorage": units}})
     tq.kv_put("a", "train", {"x": torch.ones(1000)})
-    pids = [pid_of(unit) for unit in actors("TransferQueueStorageUnit#")]
-    [controller] = actors("TransferQueueController")
+    units = table_processes.units()
+    memory = table_processes.memory_files(units)
+    [controller] = table_processes.actors("TransferQueueController")
     with ThreadPoolExecutor(1) as pool:
         here = pool.submit(errors_of_waits)
         there = processes[0].run.remote(errors_of_waits)
         time.sleep(1.0)  # until they sleep in the controller, of which nothing tells from outside
         start = time.monotonic()
-        kill(pid_of(controller))
+        kill(table_processes.pid_of(controller))
         assert here.result(SOON_S) == ["QueueUnavailableError"] * 3
         assert ray_get(there, what="the other process", timeout_s=SOON_S) == ["QueueUnavailableError"] * 3
         assert time.monotonic() - start < SOON_S
-    until(lambda: not any(map(alive, pids)), "the storage units of a dead controller end")
+    until(lambda: not any(map(alive, units)), "the storage units of a dead controller end")
     tq.close()
-    until(lambda: shared_files() <= before, "shared memory of the table is given back")
+    ray_get(processes[0].run.remote(tq.close), what="leaving", timeout_s=30)
+    until(lambda: not others_with(memory), "shared memory of the table is given back")
 
 
 # -- the owner ---------------------------------------------------------------------------------------------------------
@@ -197,16 +192,16 @@ time.sleep(300)
 """
 
 
-def test_a_killed_owner_leaves_no_process_and_no_shared_memory(ray_cluster):
+def test_a_killed_owner_leaves_no_process_and_no_shared_memory(table_processes):
     tq.close()
-    before, others = shared_files(), set(map(pid_of, actors("TransferQueue")))
     address = ray.get_runtime_context().gcs_address
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, address], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
     )
     assert owner.stdout.readline() == b"ready\n"
-    pids = set(map(pid_of, actors("TransferQueue"))) - others
+    pids = [table_processes.pid_of(actor) for actor in table_processes.actors("TransferQueue")]
     assert len(pids) == 3
+    memory = table_processes.memory_files(pids)
     tq.init({"namespace": "short-lived"})
     held = tq.kv_batch_get("k3", "train")["x"].values()
     owner.kill()
@@ -214,7 +209,7 @@ def test_a_killed_owner_leaves_no_process_and_no_shared_memory(ray_cluster):
     with pytest.raises(tq.QueueUnavailableError):
         tq.kv_watch("train", tq.kv_watch("train")[0], 60)
     until(lambda: not any(map(alive, pids)), "controller and units of a dead owner end")
-    until(lambda: shared_files() <= before, "shared memory of a dead owner is given back")
+    until(lambda: not others_with(memory), "shared memory of a dead owner is given back")
     assert float(held.sum()) == 500_000, "what a reader holds is its own"
     tq.close()
 
@@ -233,7 +228,9 @@ for number in itertools.count():
 """
 
 
-def test_the_memory_of_a_client_killed_while_it_puts_comes_back(ray_table):
+def test_the_memory_of_a_client_killed_while_it_puts_comes_back(table_processes):
+    tq.close()
+    tq.init({"backend": {"SimpleStorage": {"shared_memory_idle_seconds": 1.0}}})
     address = ray.get_runtime_context().gcs_address
     clients = [
         subprocess.Popen(
@@ -253,11 +250,9 @@ def test_the_memory_of_a_client_killed_while_it_puts_comes_back(ray_table):
         assert float(tq.kv_batch_get(keys[start : start + 16], "train")["x"].values().sum()) == 16 * 8192
     tq.kv_clear(keys, "train")
     until(lambda: sum(unit_blocks()) == 0, "blocks of a dead client are freed")
-    until(lambda: shared_bytes() < 64 << 20, "its memory is given back", 60)
-
-
-def shared_bytes() -> int:
-    return sum(os.stat(path).st_blocks * 512 for path in shared_files() if os.path.exists(path))
+    units = table_processes.units()
+    until(lambda: not table_processes.memory_files(units), "its memory is given back")
+    tq.close()
 
 
 # -- the whole table ---------------------------------------------------------------------------------------------------
