@@ -26,15 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 15.0  # within this every caller has its error
 
 
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-
-
 def alive(pid: int) -> bool:
     """Whether a process is there and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -44,6 +40,12 @@ def until(true: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
     while not true():
         assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
         time.sleep(0.05)
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, and the end of it: until then the process and its memory can still be seen."""
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pid), f"process {pid} ends")
 
 
 def others_with(inodes: Iterable[int]) -> set[int]:

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +172,8 @@ class Scenarios:
         number, pid = max(unit_pids()[self.nodes[1]], key=lambda unit: blocks[unit[0]])
         assert 0 < blocks[number] < 8, blocks
         os.kill(pid, signal.SIGKILL)
+        while Path(f"/proc/{pid}/fd").exists() and any(Path(f"/proc/{pid}/fd").iterdir()):
+            time.sleep(0.05)  # until it has ended, its memory can still be read
         states = [wait_for(self.here.try_check.remote(f"{side}{i}", i)) for side in ("here", "there") for i in range(4)]
         assert states.count("StorageUnitLostError") == blocks[number], (states, blocks)
         assert states.count("whole") == 8 - blocks[number], (states, blocks)
