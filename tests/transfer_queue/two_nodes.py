@@ -102,6 +102,14 @@ def unit_pids() -> dict[str, list[tuple[int, int]]]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def wait_for(ref: Any) -> Any:
     return ray_get(ref, what="a node", timeout_s=60)
 
@@ -172,7 +180,7 @@ class Scenarios:
         number, pid = max(unit_pids()[self.nodes[1]], key=lambda unit: blocks[unit[0]])
         assert 0 < blocks[number] < 8, blocks
         os.kill(pid, signal.SIGKILL)
-        while Path(f"/proc/{pid}/fd").exists() and any(Path(f"/proc/{pid}/fd").iterdir()):
+        while is_running(pid):
             time.sleep(0.05)  # until it has ended, its memory can still be read
         states = [wait_for(self.here.try_check.remote(f"{side}{i}", i)) for side in ("here", "there") for i in range(4)]
         assert states.count("StorageUnitLostError") == blocks[number], (states, blocks)
