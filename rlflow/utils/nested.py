@@ -184,13 +184,14 @@ def concat_nested_tensors(tensors: Sequence[Tensor]) -> Tensor:
     return nested_from_values(values, torch.cat([nested_lengths(tensor) for tensor in tensors]), ragged)
 
 
-def nested_to_padded(tensor: Tensor, pad: float = 0.0, width: int | None = None) -> Tensor:
+def nested_to_padded(tensor: Tensor, pad: float = 0.0, width: int | None = None, *, left: bool = False) -> Tensor:
     """[N, j, ...] -> dense [N, width, ...], rows at the left and `pad` behind them ([N, D, j] -> [N, D, width]).
 
     Args:
         tensor: a jagged tensor.
         pad: value behind the rows.
         width: None: the longest row.
+        left: rows at the right, `pad` before them.
 
     Raises:
         ContractError: a row is longer than `width`; nothing is ever cut off.
@@ -204,7 +205,8 @@ def nested_to_padded(tensor: Tensor, pad: float = 0.0, width: int | None = None)
     values = nested_values(tensor).movedim(ragged - 1, 0)
     dense = values.new_full((lengths.numel(), width, *values.shape[1:]), pad)
     # Three times as fast as assignment by a bool index, which first makes a list of all positions.
-    dense = dense.masked_scatter(_entries(lengths, width, dense), values)
+    entries = _entries(lengths, width, dense)
+    dense = dense.masked_scatter(entries.flip(1) if left else entries, values)
     return dense.movedim(1, ragged)
 
 
