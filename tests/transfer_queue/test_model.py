@@ -9,9 +9,13 @@ processes; in process they are a thread, a thread with an event loop, and the te
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
+import shutil
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,6 +198,10 @@ class Machine(RuleBasedStateMachine):
         self.rows: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
         self.mirror: dict[str, dict[str, Any]] = {}
         self.version = 0
+        self.writes = 0
+        self.written: dict[tuple[str, str], int] = {}  # (key, field) -> the write that put it last
+        self.saved: Any = None
+        self.folder = Path(tempfile.mkdtemp(prefix="rlflow_model_"))
 
     def call(self, client: int, name: str, *args: Any, **kwargs: Any) -> Any:
         return self.clients[client].send(name, *args, **kwargs)()
@@ -204,6 +212,8 @@ class Machine(RuleBasedStateMachine):
         return sorted(set.intersection(*(set(self.rows[key][1]) for key in keys)))
 
     def write(self, keys: list[str], cells: dict[str, list[Any]], new_tags: list[dict[str, Any]] | None) -> Any:
+        self.writes += 1
+        self.written.update({(key, field): self.writes for key in keys for field in cells})
         for place, key in enumerate(keys):
             tag, row = self.rows.setdefault(key, ({}, {}))
             row.update({field: values[place] for field, values in cells.items()})
@@ -293,6 +303,45 @@ class Machine(RuleBasedStateMachine):
         for key in keys:
             self.rows.pop(key, None)
 
+    @precondition(lambda self: self.rows)
+    @rule(client=who, data=st.data())
+    def compare_and_set(self, client: int, data: Any) -> None:
+        key, expected, n = data.draw(st.sampled_from(list(self.rows))), data.draw(tag_values), data.draw(numbers)
+        got = self.call(client, "kv_put", key, self.partition, tag={"n": n}, expect={"n": expected})
+        if self.rows[key][0].get("n") == expected:
+            assert got == self.write([key], {}, [{"n": n}])
+        else:
+            assert got == "TagConflictError"
+
+    @rule(client=who)
+    def lineage(self, client: int) -> None:
+        """Which fields there are, and the order in which they were put."""
+        if not self.rows:
+            return
+        found = self.call(client, "kv_lineage", list(self.rows), self.partition)
+        assert {key: sorted(fields) for key, fields in found.items()} == {
+            key: sorted(cells) for key, (_, cells) in self.rows.items()
+        }
+        cells = [(self.written[key, field], entry["version"]) for key in found for field, entry in found[key].items()]
+        order = {written: version for written, version in sorted(cells)}
+        assert len(set(cells)) == len(order) and list(order.values()) == sorted(set(order.values()))
+
+    @rule()
+    def save(self) -> None:
+        tq.save_checkpoint(self.folder / "saved", metadata={"rows": len(self.rows)})
+        self.saved = copy.deepcopy((self.rows, self.written))
+
+    @precondition(lambda self: self.saved)
+    @rule(client=who)
+    def restore(self, client: int) -> None:
+        """The rows of then are back; a follower must start anew."""
+        rows, written = copy.deepcopy(self.saved)
+        assert tq.load_checkpoint(self.folder / "saved") == {"rows": len(rows)}
+        self.rows, self.written = rows, written
+        if self.version and rows:
+            assert self.call(client, "kv_watch", self.partition, self.version, 0.0) == "WatchGapError"
+        self.version, self.mirror = 0, {}
+
     @rule(client=who)
     def listing(self, client: int) -> None:
         listed = self.call(client, "kv_list", self.partition).get(self.partition, {})
@@ -323,6 +372,7 @@ class Machine(RuleBasedStateMachine):
         if self.rows:
             tq.kv_clear(list(self.rows), self.partition)
         assert held_blocks() == 0
+        shutil.rmtree(self.folder)
 
 
 def held_blocks() -> int:
@@ -335,7 +385,7 @@ def test_the_table_is_a_dict_of_rows(clients):
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=EXAMPLES * (4 if is_local() else 1),
+            max_examples=EXAMPLES * (2 if is_local() else 1),
             stateful_step_count=30,
             deadline=None,
             derandomize="RLFLOW_TQ_EXAMPLES" not in os.environ,
