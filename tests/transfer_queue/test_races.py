@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -116,3 +119,48 @@ def test_what_a_process_writes_into_its_result_no_other_sees(processes, partitio
         await_all([process.run.remote(write_into_what_is_read, partition)])
     assert int(mine.sum()) == sum_of(partition) == 20_000
     assert await_all([process.run.remote(sum_of, partition) for process in processes]) == [20_000] * 2
+
+
+SIZES = [0, 1, 700, 40_000, 40_000, 40_000, 300_000, 2_500_000]  # int64 a row: up to a block with memory of its own
+
+
+def live_a_while(partition: str, name: str, steps: int) -> None:
+    """Put rows of all sizes, overwrite, read and clear them in a random order; what is read must be what was put."""
+    draw = random.Random(name)
+    held: dict[str, tuple[int, int]] = {}
+    for number in range(steps):
+        key = f"{name}/{draw.randrange(6)}"
+        action = draw.random()
+        if action < 0.5 or not held:
+            held[key] = draw.choice(SIZES), number
+            tq.kv_put(key, partition, {"x": torch.full((held[key][0],), number), "n": torch.tensor(number)})
+        elif action < 0.8:
+            keys = draw.sample(sorted(held), draw.randint(1, len(held)))
+            got = tq.kv_batch_get(keys, partition)
+            for row, n, expected in zip(got["x"].unbind(), got["n"].tolist(), (held[k] for k in keys), strict=True):
+                if n != expected[1] or row.shape != (expected[0],) or not bool((row == n).all()):
+                    raise AssertionError(f"{keys} hold {n}, {tuple(row.shape)} instead of {expected}")
+        elif key in held:
+            tq.kv_clear(key, partition)
+            del held[key]
+    if held:
+        tq.kv_clear(list(held), partition)
+
+
+def live_in_threads(partition: str, name: str) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(live_a_while, partition, f"{name}{thread}", 30) for thread in range(4)]:
+            done.result(60)
+
+
+def blocks() -> int:
+    return sum(unit["blocks"] for unit in asyncio.run(tq.get_client().async_stats())["units"])
+
+
+def test_threads_of_several_processes_keep_apart(processes, partition):
+    before = blocks()
+    refs = [process.run.remote(live_in_threads, partition, f"p{i}") for i, process in enumerate(processes)]
+    live_in_threads(partition, "here")
+    await_all(refs)
+    assert tq.kv_list(partition)[partition] == {}
+    assert blocks() == before
