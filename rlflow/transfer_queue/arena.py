@@ -1,7 +1,7 @@
 """The segments of one storage unit: who writes where, what lives there, and what is used anew.
 
 ```
-free --lease--> lent to a writer --seal--> sealed --last block freed--> retired, if nobody has views --> free --> trimmed
+free --lease--> lent to a writer --seal--> sealed --last block freed, last view ended--> free --idle--> given back
 ```
 
 A writer is a client of the same machine, which fills its segment without asking, or the unit itself, for blocks that

@@ -215,7 +215,7 @@ def _flat(column: Column) -> Tensor:
 
 
 def decode_column(column: Column, offsets: Offsets) -> Tensor | NonTensorStack:
-    """One field as a dense or a jagged tensor, or as a stack of objects; `offsets` is shared by the fields of a batch."""
+    """One field as a dense or a jagged tensor, or as a stack of objects; a batch's fields share `offsets`."""
     if column.dtype == OBJECT:
         return make_stack(decode_rows(column))
     shapes = column.shapes

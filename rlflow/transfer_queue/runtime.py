@@ -166,13 +166,24 @@ def run_direct(operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]
 
     A thread that runs an event loop cannot drive a second coroutine; there the private loop does it.
     """
-    if asyncio._get_running_loop() is not None:
-        client = attached_client()
-        return loop_thread().run(operation(client))
     client = attached_client()
-    connection = _connection
-    direct = connection.direct if connection is not None and connection.client is client else client.direct()
-    return drive(operation(direct))
+    try:
+        if _runs_a_loop():
+            return loop_thread().run(operation(client))
+        connection = _connection
+        known = connection is not None and connection.client is client
+        return drive(operation(connection.direct if connection is not None and known else client.direct()))
+    except QueueUnavailableError:
+        forget_if_gone(client)
+        raise
+
+
+def _runs_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def forget_if_gone(client: TransferQueueClient) -> None:
