@@ -314,4 +314,3 @@ class TransferQueueClient(LowLevelCalls):
     async def async_stats(self) -> dict[str, Any]:
         """{"rows": {partition: count}, "units": [{"blocks", "bytes"} of each storage unit]}."""
         return await self.controller.call("stats")
-

@@ -163,8 +163,8 @@ class StorageUnit:
                 data = self._bytes_of(block_id, extent)
                 if data is None:
                     raise StorageKeyNotFoundError(f"block {block_id} was freed before it could be written to {path}")
-                file.write(data)
-                entries.append((block_id, position, data.nbytes, zlib.crc32(data)))
+                file.write(data.data)
+                entries.append((block_id, position, data.nbytes, zlib.crc32(data.data)))
                 position += data.nbytes
             file.flush()
             os.fsync(file.fileno())

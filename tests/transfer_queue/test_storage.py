@@ -156,7 +156,7 @@ def test_a_writer_whose_process_has_ended_is_found():
 def test_without_shared_memory_nothing_is_lent():
     assert StorageUnit("node", False).lease("w", os.getpid(), 1000) is None
     limited = StorageUnit("node", True, limit=1000)
-    assert limited.lease("w", os.getpid(), 1000) is None
+    assert limited.lease("w", os.getpid(), 1001) is None
     block = write(limited, "w:0", batch([1, 2]))
     assert block[1] is None
     assert limited.stats()["private_blocks"] == 1
