@@ -79,8 +79,8 @@ class TransferQueueClient(LowLevelCalls):
         twin._storage = self._storage.blocking()
         return twin
 
-    def close(self) -> None:
-        """Leave the table."""
+    def disconnect(self) -> None:
+        """Give back what this process holds of the table; the client is of no use afterwards."""
         self._storage.close()
 
     # -- put ---------------------------------------------------------------------------------------
