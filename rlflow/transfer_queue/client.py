@@ -1,8 +1,8 @@
 """The client: what a process needs to put and get. One per process, usable from any thread and any event loop.
 
 A put is `encode -> write block -> commit`, a get `locate -> read -> decode`: one call to the controller each. Where the
-storage is not in shared memory of this machine, there is one more to each storage unit involved. Blocks never change, so
-a get that loses a race with a writer finds its block gone and asks again; it never sees half of a put.
+storage is not in shared memory of this machine, there is one more to each storage unit involved. Blocks never change,
+so a get that loses a race with a writer finds its block gone and asks again; it never sees half of a put.
 
 Everything is written as coroutines. `direct` is a twin whose ports block the thread: the sync forms drive the same
 coroutines on it, see `ports`.
@@ -79,8 +79,8 @@ class TransferQueueClient(LowLevelCalls):
         twin._storage = self._storage.blocking()
         return twin
 
-    def close(self) -> None:
-        """Leave the table."""
+    def disconnect(self) -> None:
+        """Give back what this process holds of the table; the client is of no use afterwards."""
         self._storage.close()
 
     # -- put ---------------------------------------------------------------------------------------
@@ -314,4 +314,3 @@ class TransferQueueClient(LowLevelCalls):
     async def async_stats(self) -> dict[str, Any]:
         """{"rows": {partition: count}, "units": [{"blocks", "bytes"} of each storage unit]}."""
         return await self.controller.call("stats")
-

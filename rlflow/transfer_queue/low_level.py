@@ -44,13 +44,13 @@ MODES = ("fetch", "force_fetch", "insert")
 def sync_form(
     method: Callable[Concatenate[Self, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[Self, P], R]:
-    """The method as an ordinary one: runs on the table's loop while the calling thread blocks."""
+    """The method as an ordinary one, which blocks the calling thread."""
 
     @functools.wraps(method)
     def run(self: Self, *args: P.args, **kwargs: P.kwargs) -> R:
         from rlflow.transfer_queue import runtime
 
-        return runtime.loop_thread().run(method(self, *args, **kwargs))
+        return runtime.run_on(self, lambda client: method(client, *args, **kwargs))  # type: ignore[arg-type]
 
     run.__name__ = method.__name__.removeprefix("async_")
     run.__qualname__ = method.__qualname__.replace(method.__name__, run.__name__)
@@ -342,7 +342,7 @@ class LowLevelCalls:
         """Leave the table, if this process does not own it; the owner ends it with `tq.close()`."""
         from rlflow.transfer_queue import runtime
 
-        runtime.leave(self)
+        runtime.leave(self.controller)
 
     # -- sync forms --------------------------------------------------------------------------------
 

@@ -97,12 +97,12 @@ def metered(cls: C, rows_of: Callable[[str, Sequence[Any], Any], int]) -> C:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         self.meter = Meter()
-        cls.__init__(self, *args, **kwargs)
+        cls.__init__(self, *args, **kwargs)  # type: ignore[misc]
 
     methods = {
         name: _timed(name, method, rows_of)
         for name, method in inspect.getmembers(cls, inspect.isfunction)
-        if not name.startswith("_")
+        if not name.startswith("_") and not name.endswith("_packed")  # those unpack a message and call the other
     }
     return type(cls.__name__, (cls,), {**methods, "__init__": init, "__doc__": cls.__doc__, "__module__": __name__})  # type: ignore[return-value]
 

@@ -135,7 +135,7 @@ def _living() -> _Connection | None:
     if connection is None:
         return None
     try:
-        loop_thread().run(_session(connection.client.controller))
+        loop_thread().run(_call(connection.client.controller, "session"))
     except QueueUnavailableError:
         forget_if_gone(connection.client)
     return _current()
@@ -166,13 +166,28 @@ def run_direct(operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]
 
     A thread that runs an event loop cannot drive a second coroutine; there the private loop does it.
     """
-    if asyncio._get_running_loop() is not None:
-        client = attached_client()
-        return loop_thread().run(operation(client))
-    client = attached_client()
-    connection = _connection
-    direct = connection.direct if connection is not None and connection.client is client else client.direct()
-    return drive(operation(direct))
+    return run_on(attached_client(), operation)
+
+
+def run_on(client: TransferQueueClient, operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]]) -> T:
+    """`run_direct` on a client that the caller has."""
+    try:
+        if _runs_a_loop():
+            return loop_thread().run(operation(client))
+        connection = _connection
+        known = connection is not None and connection.client is client
+        return drive(operation(connection.direct if connection is not None and known else client.direct()))
+    except QueueUnavailableError:
+        forget_if_gone(client)
+        raise
+
+
+def _runs_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def forget_if_gone(client: TransferQueueClient) -> None:
@@ -186,12 +201,15 @@ def forget_if_gone(client: TransferQueueClient) -> None:
             _connection = None
 
 
-def leave(client: TransferQueueClient) -> None:
-    """Drop the process's client if it is this one, unless the table lives as long as it: the owner's stays."""
+def leave(controller: Port) -> None:
+    """Drop the process's client if it is one of this controller, unless the table lives as long as it: the owner's."""
     global _connection
     with _state:
-        if _connection is not None and _connection.client is client and not _connection.owner:
-            _connection = None
+        connection = _connection
+        if connection is None or connection.owner or connection.client.controller is not controller:
+            return
+        _connection = None
+    connection.client.disconnect()
 
 
 def init(conf: Any, strict: bool) -> Any:
@@ -257,13 +275,13 @@ def _controller_title(namespace: str) -> str:
     return f"TransferQueue controller (namespace {namespace!r})"
 
 
-async def _session(port: Port) -> dict[str, Any]:
-    return await port.call("session")
+async def _call(port: Port, method: str) -> Any:
+    return await port.call(method)
 
 
 def _connect(port: Port, strict: bool, owner: bool, namespace: str) -> TransferQueueClient:
     global _connection
-    session = loop_thread().run(_session(port))
+    session = loop_thread().run(_call(port, "session"))
     config = session["config"]
     make_storage = storage_backend(config["backend"]["storage_backend"])[1]
     if isinstance(port, RayPort):
@@ -315,14 +333,14 @@ def close() -> None:
             _connection = None
         if connection is None:
             return
-        connection.client.close()
+        connection.client.disconnect()
         if not connection.owner:
             return
         client = connection.client
         if isinstance(client.controller, RayPort):
             _kill(client.controller.handle)
         elif client.config["metrics"]["enabled"]:
-            loop_thread().run(client.controller.call("stop_metrics"))
+            loop_thread().run(_call(client.controller, "stop_metrics"))
 
 
 def _kill(handle: Any) -> None:

@@ -87,7 +87,8 @@ class SequentialSampler(BaseSampler):
 class RankAwareSampler(BaseSampler):
     """All callers with one `dp_rank` get the same rows for a `batch_index`; the first of them decides."""
 
-    def sample(  # type: ignore[override] - these keywords are required, as in the public package
+    # The keywords are required, as in the public package.
+    def sample(  # type: ignore[override]
         self,
         ready_indexes: list[int],
         batch_size: int,
@@ -132,15 +133,16 @@ class GRPOGroupNSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Choice:
-        rank, number = kwargs.get("dp_rank"), kwargs.get("batch_index")
-        if rank is not None and self.has_cached_result(
-            partition_id, task_name, {"dp_rank": rank, "batch_index": number}
-        ):
-            return _copied(self._choices(partition_id, task_name, rank)[number])
+        rank: Any = kwargs.get("dp_rank")
+        number: Any = kwargs.get("batch_index")
+        ranked = rank is not None and number is not None
+        choices = self._choices(partition_id, task_name, rank) if ranked else {}
+        if number in choices:
+            return _copied(choices[number])
         groups = self._groups(ready_indexes, batch_size, kwargs.get("partition"))
         rows = [row for group in groups for row in group]
-        if rows and rank is not None and number is not None:
-            self._choices(partition_id, task_name, rank)[number] = (rows, list(rows))
+        if rows and ranked:
+            choices[number] = (rows, list(rows))
         return list(rows), list(rows)
 
     def _groups(self, ready_indexes: Sequence[int], count: int, partition: Any) -> list[list[int]]:

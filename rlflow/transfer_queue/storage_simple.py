@@ -1,7 +1,7 @@
 """The `SimpleStorage` backend: units are Ray actors.
 
-On the unit's machine a put writes shared memory and a get maps it; the only messages are those that lend segments, a few
-in a thousand puts. From another machine, or where there is no shared memory, blocks travel as Ray's messages.
+On the unit's machine a put writes shared memory and a get maps it; the only messages are those that lend segments, a
+few in a thousand puts. From another machine, or where there is no shared memory, blocks travel as Ray's messages.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ class SimpleStorageHost(StorageHost):
         options = config["backend"]["SimpleStorage"]
         # num_cpus=0: the units move bytes and must not take a core from the scheduler's account. Files are written
         # beside the ordinary calls, which keep their order.
-        options_of_class = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"files": 1}}
+        options_of_class: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"files": 1}}
         unit_class = ray.remote(**options_of_class)(unit_class_for(config, SimpleUnit))
         # The session in the name keeps a new table's units apart from those of one that is just being torn down.
         suffix = str(ray.get_runtime_context().get_actor_id())[:12]
         self._timeout_s = float(config["rpc_timeout_s"])
+        self._file_s = float(config["checkpoint_timeout_s"])
         self._idle_s = float(options["shared_memory_idle_seconds"])
         self._nodes = list(placements)
         self._ports: list[RayPort] = []
+        self._garbage: dict[int, list[str]] = {}
         self._lost: dict[int, str] = {}
         self._watchers: list[asyncio.Task[None]] = []
         for number, node_id in enumerate(placements):
@@ -60,11 +62,20 @@ class SimpleStorageHost(StorageHost):
         return {"units": [port.handle for port in self._ports], "idle_s": self._idle_s}
 
     def free(self, garbage: Garbage) -> None:
+        # After the answer to the call that made the garbage, and together with what follows at once.
+        if not self._garbage:
+            asyncio.get_running_loop().call_soon(self._send_garbage)
+        for unit, blocks in garbage.items():
+            self._garbage.setdefault(unit, []).extend(blocks)
+
+    def _send_garbage(self) -> None:
+        garbage, self._garbage = self._garbage, {}
         for unit, blocks in garbage.items():
             if unit not in self._lost:
-                self._ports[unit].start("free", list(blocks))
+                self._ports[unit].start("free", blocks)
 
     async def stats(self) -> list[dict[str, int]]:
+        self._send_garbage()
         return await asyncio.gather(*(self._stats_of(unit) for unit in range(len(self._ports))))
 
     async def _stats_of(self, unit: int) -> dict[str, int]:
@@ -109,10 +120,10 @@ class SimpleStorageHost(StorageHost):
         ]
 
     async def export_blocks(self, unit: int, blocks: Sequence[tuple[str, Extent | None]], path: str) -> list[FileEntry]:
-        return await self._files(unit).call("export_blocks", list(blocks), path)
+        return await self._files(unit).call("export_blocks", list(blocks), path, extra_s=self._file_s)
 
     async def import_blocks(self, unit: int, path: str, entries: Sequence[FileEntry]) -> dict[str, Extent | None]:
-        return await self._files(unit).call("import_blocks", path, list(entries))
+        return await self._files(unit).call("import_blocks", path, list(entries), extra_s=self._file_s)
 
     def _files(self, unit: int) -> RayPort:
         port = copy.copy(self._ports[unit])

@@ -89,7 +89,8 @@ class Table(RowNumbers):
         if head is None:
             return True
         new = self.rows_to_add(keys, partition_id)
-        return not new or self.bounds.fit(self.row_count + new, self.nbytes + head.nbytes)
+        nbytes = 0 if self.bounds.nbytes is None else self.nbytes + head.nbytes
+        return not new or self.bounds.fit(self.row_count + new, nbytes)
 
     def check_room(self, keys: Sequence[str], partition_id: str, head: BlockHead | None) -> None:
         """`CapacityError` unless a put fits."""

@@ -34,6 +34,7 @@ def main() -> None:
     tables |= {name: [name] for name in CONTROLLERS}
     for own, names in tables.items():
         tq.init({} if own is None else {"controller": CONTROLLERS[own](tq)})
+        print(f"recording {own or 'the cases without settings'}", flush=True)
         for name in names:
             recorder = Recorder()
             CASES[name](tq, recorder, name)
