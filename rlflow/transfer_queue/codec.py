@@ -181,7 +181,7 @@ Offsets = dict[tuple[int, int] | bytes, Tensor]
 def decode_batch(columns: Mapping[str, Column], size: int, layout: Layout = JAGGED) -> TensorDict:
     """The TensorDict of `size` rows; nobody else sees the memory of its tensors."""
     offsets: Offsets = {}
-    fields: dict[str, Any] = {}
+    fields: dict[Any, Any] = {}
     for name, column in columns.items():
         if layout.kind == "list":
             fields[name] = make_stack(decode_rows(column))
@@ -197,7 +197,7 @@ def decode_batch(columns: Mapping[str, Column], size: int, layout: Layout = JAGG
 def decode_rows(column: Column) -> list[Any]:
     """The rows of a column one by one: tensors or objects."""
     if column.dtype == OBJECT:
-        data, bounds = memoryview(np.ascontiguousarray(column.data)), column.bounds().tolist()
+        data, bounds = np.ascontiguousarray(column.data).data, column.bounds().tolist()
         return [unpack(data[start:stop]) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
     flat = _flat(column)
     shapes = row_shapes(column.shapes)
@@ -215,7 +215,7 @@ def _flat(column: Column) -> Tensor:
 
 
 def decode_column(column: Column, offsets: Offsets) -> Tensor | NonTensorStack:
-    """One field as a dense or a jagged tensor, or as a stack of objects; `offsets` is shared by the fields of a batch."""
+    """One field as a dense or a jagged tensor, or as a stack of objects; a batch's fields share `offsets`."""
     if column.dtype == OBJECT:
         return make_stack(decode_rows(column))
     shapes = column.shapes

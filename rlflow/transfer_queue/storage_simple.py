@@ -1,7 +1,7 @@
 """The `SimpleStorage` backend: units are Ray actors.
 
-On the unit's machine a put writes shared memory and a get maps it; the only messages are those that lend segments, a few
-in a thousand puts. From another machine, or where there is no shared memory, blocks travel as Ray's messages.
+On the unit's machine a put writes shared memory and a get maps it; the only messages are those that lend segments, a
+few in a thousand puts. From another machine, or where there is no shared memory, blocks travel as Ray's messages.
 """
 
 from __future__ import annotations

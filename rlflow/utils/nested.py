@@ -78,7 +78,7 @@ def nested_from_values(values: Tensor, lengths: Tensor | Sequence[int], ragged: 
 
 
 def jagged_view(values: Tensor, offsets: Tensor, ragged: int, low: int, high: int) -> Tensor:
-    """A jagged tensor of known parts, made as torch makes the results of its operations: a third of the public way's cost.
+    """A jagged tensor of known parts, made as torch makes results of its own; a third of the public way's cost.
 
     Args:
         values: the rows one after the other along dimension `ragged - 1`.
