@@ -41,10 +41,9 @@ if TYPE_CHECKING:
         async_kv_batch_get_by_meta,
         async_kv_batch_put,
         async_kv_clear,
+        async_kv_lineage,
         async_kv_list,
         async_kv_put,
-        async_kv_wait,
-        async_kv_watch,
         close,
         get_client,
         get_metrics_endpoint,
@@ -53,43 +52,74 @@ if TYPE_CHECKING:
         kv_batch_get_by_meta,
         kv_batch_put,
         kv_clear,
+        kv_lineage,
         kv_list,
         kv_put,
-        kv_wait,
-        kv_watch,
+        load_checkpoint,
+        save_checkpoint,
     )
-    from rlflow.transfer_queue.batch_meta import BatchMeta, extract_field_schema
+    from rlflow.transfer_queue.batch_meta import BatchMeta
     from rlflow.transfer_queue.client import TransferQueueClient
     from rlflow.transfer_queue.errors import (
         CapacityError,
         DtypeConflictError,
+        FetchTimeoutError,
+        IncompleteCheckpointError,
         MissingFieldError,
+        NotOwnerError,
         NotReadyError,
         QueueArgumentError,
         QueueNotInitializedError,
+        QueueRequestError,
         QueueTypeError,
         QueueUnavailableError,
         StorageKeyNotFoundError,
+        StorageUnitLostError,
+        TableCheckpointError,
+        TagConflictError,
         TransferQueueError,
         WatchGapError,
     )
     from rlflow.transfer_queue.meta import KVBatchMeta
     from rlflow.transfer_queue.predicate import Predicate
+    from rlflow.transfer_queue.samplers import (
+        BaseSampler,
+        GRPOGroupNSampler,
+        RankAwareSampler,
+        SeqlenBalancedSampler,
+        SequentialSampler,
+    )
+    from rlflow.transfer_queue.schema import extract_field_schema
+    from rlflow.transfer_queue.waiting import (
+        async_kv_wait,
+        async_kv_watch,
+        async_wait,
+        async_watch,
+        kv_wait,
+        kv_watch,
+        wait,
+        watch,
+    )
 
 _HOMES = {
     "api": (
-        "async_kv_batch_get async_kv_batch_get_by_meta async_kv_batch_put async_kv_clear async_kv_list async_kv_put "
-        "async_kv_wait async_kv_watch close get_client get_metrics_endpoint init kv_batch_get kv_batch_get_by_meta "
-        "kv_batch_put kv_clear kv_list kv_put kv_wait kv_watch"
+        "async_kv_batch_get async_kv_batch_get_by_meta async_kv_batch_put async_kv_clear async_kv_lineage "
+        "async_kv_list async_kv_put close get_client get_metrics_endpoint init kv_batch_get kv_batch_get_by_meta "
+        "kv_batch_put kv_clear kv_lineage kv_list kv_put load_checkpoint save_checkpoint"
     ),
-    "batch_meta": "BatchMeta extract_field_schema",
+    "batch_meta": "BatchMeta",
     "client": "TransferQueueClient",
     "errors": (
-        "CapacityError DtypeConflictError MissingFieldError NotReadyError QueueArgumentError QueueNotInitializedError "
-        "QueueTypeError QueueUnavailableError StorageKeyNotFoundError TransferQueueError WatchGapError"
+        "CapacityError DtypeConflictError FetchTimeoutError IncompleteCheckpointError MissingFieldError NotOwnerError "
+        "NotReadyError QueueArgumentError QueueNotInitializedError QueueRequestError QueueTypeError "
+        "QueueUnavailableError StorageKeyNotFoundError StorageUnitLostError TableCheckpointError TagConflictError "
+        "TransferQueueError WatchGapError"
     ),
     "meta": "KVBatchMeta",
     "predicate": "Predicate",
+    "schema": "extract_field_schema",
+    "waiting": "async_kv_wait async_kv_watch async_wait async_watch kv_wait kv_watch wait watch",
+    "samplers": "BaseSampler GRPOGroupNSampler RankAwareSampler SeqlenBalancedSampler SequentialSampler",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
@@ -101,6 +131,11 @@ def __getattr__(name: str) -> Any:
         from rlflow import __version__
 
         return __version__
+    if name in ("StreamingDataset", "StreamingDataLoader"):
+        raise ImportError(
+            f"rlflow.transfer_queue has no {name} yet; loop over get_client().get_meta(mode='fetch', ...) and get_data "
+            "instead (docs/transfer_queue_differences.md)"
+        )
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -7,22 +7,22 @@ no answer comes in time, `QueueUnavailableError` when the table is gone, `QueueN
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rlflow.transfer_queue.errors import QueueNotInitializedError, QueueUnavailableError
+from rlflow.transfer_queue.calls import run, run_direct, run_sync
+from rlflow.transfer_queue.errors import QueueNotInitializedError
 from rlflow.transfer_queue.meta import KVBatchMeta
-from rlflow.transfer_queue.predicate import Predicate
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rlflow.transfer_queue.client import TransferQueueClient
+    from rlflow.transfer_queue.codec import Layout
 
 Tag = dict[str, Any]
 DataParser = Callable[[dict[str, list[Any]]], dict[str, Any]]
-T = TypeVar("T")
 
 
 def init(conf: Any = None, *, strict: bool = True) -> Any:
@@ -66,28 +66,11 @@ def get_client() -> TransferQueueClient:
 
 
 def get_metrics_endpoint() -> str | None:
-    """Address of the Prometheus endpoint; None, as the table has none yet."""
-    return None
-
-
-async def _run(operation: Callable[[TransferQueueClient], Awaitable[T]]) -> T:
+    """`host:port` of the table's Prometheus endpoint; None without `transfer_queue.metrics.enabled`."""
     from rlflow.transfer_queue import runtime
 
-    # Attaching waits for Ray, so it leaves the event loop.
     client = runtime.current_client()
-    if client is None:
-        client = await asyncio.to_thread(runtime.attached_client)
-    try:
-        return await operation(client)
-    except QueueUnavailableError:
-        runtime.forget_if_gone(client)
-        raise
-
-
-def _run_sync(operation: Callable[[TransferQueueClient], Awaitable[T]]) -> T:
-    from rlflow.transfer_queue import runtime
-
-    return runtime.loop_thread().run(_run(operation))
+    return None if client is None else client.config["metrics"].get("endpoint")
 
 
 # -- put -------------------------------------------------------------------------------------------
@@ -99,6 +82,8 @@ async def async_kv_put(
     fields: TensorDict | dict[str, Any] | None = None,
     tag: Tag | None = None,
     data_parser: DataParser | None = None,
+    *,
+    expect: Tag | None = None,
 ) -> KVBatchMeta:
     """Put fields and/or the tag of one row, in one commit.
 
@@ -111,6 +96,7 @@ async def async_kv_put(
         fields: a dict (a tensor is the row's tensor, anything else one object), or a TensorDict of one row.
         tag: plain values.
         data_parser: applied to {field: [row value]} in the storage unit before storing; keeps fields and row count.
+        expect: tag entries that must be so before the put, e.g. `{"status": "pending"}`; None stands for an absent one.
 
     Returns:
         A KVBatchMeta of the row: the merged tag, and the fields it has now.
@@ -119,9 +105,10 @@ async def async_kv_put(
         QueueArgumentError: (a ValueError) neither fields nor tag, or a nested tensor in a dict.
         QueueTypeError: (a TypeError) a key or value that cannot be stored; names the field.
         DtypeConflictError: a field holds another dtype; nothing was stored.
-        CapacityError: the table is full.
+        TagConflictError: `expect` does not hold; nothing was stored.
+        CapacityError: the table is full, and the put brings new rows with fields.
     """
-    return await _run(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser))
+    return await run(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser, expect))
 
 
 async def async_kv_batch_put(
@@ -130,6 +117,8 @@ async def async_kv_batch_put(
     fields: TensorDict | None = None,
     tags: Sequence[Tag] | None = None,
     data_parser: DataParser | None = None,
+    *,
+    expect: Sequence[Tag] | None = None,
 ) -> KVBatchMeta:
     """`async_kv_put` for several rows in one commit.
 
@@ -139,8 +128,9 @@ async def async_kv_batch_put(
         fields: TensorDict of batch size [N]: dense tensors [N, ...], jagged tensors, NonTensorStacks.
         tags: N dicts.
         data_parser: see `async_kv_put`; gets {field: [N row values]}.
+        expect: N dicts, see `async_kv_put`.
     """
-    return await _run(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser))
+    return await run(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser, expect))
 
 
 def kv_put(
@@ -149,9 +139,11 @@ def kv_put(
     fields: TensorDict | dict[str, Any] | None = None,
     tag: Tag | None = None,
     data_parser: DataParser | None = None,
+    *,
+    expect: Tag | None = None,
 ) -> KVBatchMeta:
     """Sync form of `async_kv_put`."""
-    return _run_sync(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser))
+    return run_direct(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser, expect))
 
 
 def kv_batch_put(
@@ -160,9 +152,19 @@ def kv_batch_put(
     fields: TensorDict | None = None,
     tags: Sequence[Tag] | None = None,
     data_parser: DataParser | None = None,
+    *,
+    expect: Sequence[Tag] | None = None,
 ) -> KVBatchMeta:
     """Sync form of `async_kv_batch_put`."""
-    return _run_sync(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser))
+    return run_direct(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser, expect))
+
+
+def _layout(kind: str, padding_side: str, padding_value: float | Mapping[str, float]) -> Layout | None:
+    if kind == "jagged":
+        return None
+    from rlflow.transfer_queue.codec import Layout
+
+    return Layout(kind, padding_side, padding_value)
 
 
 # -- get -------------------------------------------------------------------------------------------
@@ -174,6 +176,9 @@ async def async_kv_batch_get(
     select_fields: Sequence[str] | str | None = None,
     *,
     missing_ok: Sequence[str] = (),
+    layout: str = "jagged",
+    padding_side: str = "right",
+    padding_value: float | Mapping[str, float] = 0,
 ) -> TensorDict:
     """Read fields of rows.
 
@@ -182,10 +187,16 @@ async def async_kv_batch_get(
         partition_id: their partition.
         select_fields: the fields to fetch; None: those that all rows have.
         missing_ok: optional fields among the selected ones: left out when a row lacks them.
+        layout: how rows with dimensions come: "jagged", "padded" (dense, as long as the longest row), or "list" (a
+            NonTensorStack of one tensor a row; `.tolist()` unpacks it).
+        padding_side: for "padded", on which side of the rows the padding is: "right" or "left".
+        padding_value: for "padded", the value beside the rows; {field: value} for one of its own, 0 for all others.
 
     Returns:
         TensorDict of batch size [N]. Rows that are scalars come as one dense tensor [N], rows with dimensions as a
-        jagged tensor (with `.offsets()`, also when their lengths agree), objects as a NonTensorStack.
+        jagged tensor (with `.offsets()`, also when their lengths agree), objects as a NonTensorStack. The caller may
+        change the tensors in place: nobody else sees it. They may be views of the table's shared memory, which is not
+        used for other data while they live; clone what is to be kept long.
         After `init(strict=False)` unknown keys are dropped with a warning and absent fields are left out; batch size 0
         when no selected field is left.
 
@@ -194,18 +205,26 @@ async def async_kv_batch_get(
         MissingFieldError: (a KeyError) a selected field is absent from a row.
         NotReadyError: (a ValueError) the rows share no field.
     """
-    return await _run(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok))
+    how = _layout(layout, padding_side, padding_value)
+    return await run(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok, how))
 
 
 async def async_kv_batch_get_by_meta(
-    meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None, *, missing_ok: Sequence[str] = ()
+    meta: KVBatchMeta,
+    select_fields: Sequence[str] | str | None = None,
+    *,
+    missing_ok: Sequence[str] = (),
+    layout: str = "jagged",
+    padding_side: str = "right",
+    padding_value: float | Mapping[str, float] = 0,
 ) -> TensorDict:
     """Read the rows of a meta.
 
     `select_fields` must be among `meta.fields`; None takes `meta.fields`. When the meta does not know its fields
     (None), the rows decide. An empty meta gives an empty TensorDict. Otherwise as `async_kv_batch_get`.
     """
-    return await _run(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok))
+    how = _layout(layout, padding_side, padding_value)
+    return await run(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok, how))
 
 
 def kv_batch_get(
@@ -214,16 +233,54 @@ def kv_batch_get(
     select_fields: Sequence[str] | str | None = None,
     *,
     missing_ok: Sequence[str] = (),
+    layout: str = "jagged",
+    padding_side: str = "right",
+    padding_value: float | Mapping[str, float] = 0,
 ) -> TensorDict:
     """Sync form of `async_kv_batch_get`."""
-    return _run_sync(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok))
+    how = _layout(layout, padding_side, padding_value)
+    return run_direct(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok, how))
 
 
 def kv_batch_get_by_meta(
-    meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None, *, missing_ok: Sequence[str] = ()
+    meta: KVBatchMeta,
+    select_fields: Sequence[str] | str | None = None,
+    *,
+    missing_ok: Sequence[str] = (),
+    layout: str = "jagged",
+    padding_side: str = "right",
+    padding_value: float | Mapping[str, float] = 0,
 ) -> TensorDict:
     """Sync form of `async_kv_batch_get_by_meta`."""
-    return _run_sync(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok))
+    how = _layout(layout, padding_side, padding_value)
+    return run_direct(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok, how))
+
+
+async def async_kv_lineage(
+    keys: Sequence[str] | str, partition_id: str, fields: Sequence[str] | None = None
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Who wrote the fields of rows.
+
+    Args:
+        keys: the rows.
+        partition_id: their partition.
+        fields: the fields asked for, those that a row lacks are left out; None: all it has.
+
+    Returns:
+        {key: {field: {"writer": process and node, "time": seconds since 1970, "version": which put of the table it
+        was, counted from 1}}}.
+
+    Raises:
+        StorageKeyNotFoundError: (a KeyError) an unknown key.
+    """
+    return await run(lambda client: client.async_lineage(keys, partition_id, fields))
+
+
+def kv_lineage(
+    keys: Sequence[str] | str, partition_id: str, fields: Sequence[str] | None = None
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Sync form of `async_kv_lineage`."""
+    return run_sync(lambda client: client.async_lineage(keys, partition_id, fields))
 
 
 # -- list, clear -----------------------------------------------------------------------------------
@@ -231,86 +288,63 @@ def kv_batch_get_by_meta(
 
 async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
     """{partition: {key: tag}}, keys in creation order; of one partition or of all. {} for an unknown partition."""
-    return await _run(lambda client: client.async_kv_list(partition_id))
+    return await run(lambda client: client.async_kv_list(partition_id))
 
 
 async def async_kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
     """Delete rows. Unknown keys and partitions are ignored; the partition itself remains. ValueError for no keys."""
-    return await _run(lambda client: client.async_clear(keys, partition_id))
+    return await run(lambda client: client.async_clear(keys, partition_id))
 
 
 def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
     """Sync form of `async_kv_list`."""
-    return _run_sync(lambda client: client.async_kv_list(partition_id))
+    return run_direct(lambda client: client.async_kv_list(partition_id))
 
 
 def kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
     """Sync form of `async_kv_clear`."""
-    return _run_sync(lambda client: client.async_clear(keys, partition_id))
+    return run_direct(lambda client: client.async_clear(keys, partition_id))
 
 
-# -- watch, wait -----------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
-async def async_kv_watch(
-    partition_id: str, since_version: int = 0, timeout_s: float = 60.0
-) -> tuple[int, dict[str, Tag | None]]:
-    """What changed in a partition since a version; sleeps until something has.
+def save_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], *, include_storage: bool = True, metadata: dict[str, Any] | None = None
+) -> None:
+    """Write the whole table into a folder, as it is at one moment; writers need not stop.
 
-    New keys, tag puts and deletions are changes; a put of data into existing rows is none.
-
-    Args:
-        partition_id: the partition; need not exist yet.
-        since_version: the version returned by the previous call; 0: everything there is.
-        timeout_s: seconds to sleep at most.
-
-    Returns:
-        (version, {key: tag, or None if the key was deleted}); the dict is empty when `timeout_s` ran out.
-
-    Raises:
-        WatchGapError: the watcher is too far behind (or the table is another one): start again from 0.
-    """
-    return await _run(lambda client: client.async_watch(partition_id, since_version, timeout_s))
-
-
-async def async_kv_wait(
-    partition_id: str,
-    *,
-    keys: Sequence[str] | None = None,
-    predicate: Predicate,
-    since_version: int = 0,
-    timeout_s: float,
-) -> tuple[int, dict[str, Tag]]:
-    """Sleep until enough keys match.
+    A checkpoint that is there already is replaced once the new one is whole.
 
     Args:
-        partition_id: the partition; need not exist yet.
-        keys: the keys that count; None: all of the partition.
-        predicate: which tags match, and how many keys must.
-        since_version: only keys changed after this version count; 0: all.
-        timeout_s: seconds to sleep at most.
-
-    Returns:
-        (version, {matching key: tag}).
+        checkpoint_dir: the folder; must be visible from the nodes of the controller and of all storage units.
+        include_storage: False has no effect, as storage in memory would be lost.
+        metadata: JSON values that `load_checkpoint` returns.
 
     Raises:
-        DeadlineError: too few keys matched in time; names the partition and the keys that were missing.
+        NotOwnerError: (a RuntimeError) this process did not create the table.
+        TableCheckpointError: nothing was written; names the reason.
     """
-    return await _run(lambda client: client.async_wait(partition_id, keys, predicate, since_version, timeout_s))
+    from rlflow.transfer_queue import runtime
+
+    runtime.check_owner("save a checkpoint")
+    run_sync(lambda client: client.async_save_checkpoint(os.fspath(checkpoint_dir), include_storage, metadata))
 
 
-def kv_watch(partition_id: str, since_version: int = 0, timeout_s: float = 60.0) -> tuple[int, dict[str, Tag | None]]:
-    """Sync form of `async_kv_watch`."""
-    return _run_sync(lambda client: client.async_watch(partition_id, since_version, timeout_s))
+def load_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Replace everything in the table by a checkpoint. The number of storage units may be another one.
 
+    Watchers get a `WatchGapError` and start again from version 0; waits go on with the restored rows.
 
-def kv_wait(
-    partition_id: str,
-    *,
-    keys: Sequence[str] | None = None,
-    predicate: Predicate,
-    since_version: int = 0,
-    timeout_s: float,
-) -> tuple[int, dict[str, Tag]]:
-    """Sync form of `async_kv_wait`."""
-    return _run_sync(lambda client: client.async_wait(partition_id, keys, predicate, since_version, timeout_s))
+    Returns:
+        The `metadata` given to `save_checkpoint`.
+
+    Raises:
+        NotOwnerError: (a RuntimeError) this process did not create the table.
+        IncompleteCheckpointError: (a FileNotFoundError) there is no whole checkpoint; the table is unchanged.
+        TableCheckpointError: it is damaged; the table is unchanged.
+    """
+    from rlflow.transfer_queue import runtime
+
+    runtime.check_owner("load a checkpoint")
+    return run_sync(lambda client: client.async_load_checkpoint(os.fspath(checkpoint_dir)))

@@ -18,59 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.transfer_queue.errors import QueueArgumentError
+from rlflow.transfer_queue.column import OBJECT
+from rlflow.transfer_queue.errors import MissingFieldError, QueueArgumentError
 from rlflow.transfer_queue.meta import check_permutation, chunk_bounds, copy_plain, merge_extra_info
-
-FieldSchema = dict[str, Any]
-
-
-def per_row(schema: FieldSchema, size: int) -> list[tuple[int, ...] | None]:
-    """The shape of each of `size` rows of a field; None for non-tensors."""
-    shapes = schema.get("per_sample_shapes")
-    if shapes is not None:
-        return list(shapes)
-    shape = schema.get("shape")
-    return [None if shape is None else tuple(shape)] * size
-
-
-def make_schema(dtype: Any, shapes: Sequence[tuple[int, ...] | None], nested: bool | None = None) -> FieldSchema:
-    """Schema of one field from the shapes of its rows; None means a non-tensor, `nested=None` decides by the shapes."""
-    if any(shape is None for shape in shapes) or not shapes:
-        return {"dtype": dtype, "shape": None, "is_nested": False, "is_non_tensor": dtype is None}
-    rows = [tuple(int(n) for n in shape or ()) for shape in shapes]
-    uniform = len(set(rows)) == 1
-    if nested is None:
-        nested = not uniform
-    schema = {"dtype": dtype, "shape": rows[0] if uniform else None, "is_nested": nested, "is_non_tensor": False}
-    if nested:
-        schema["per_sample_shapes"] = rows
-    return schema
-
-
-def extract_field_schema(data: Any) -> dict[str, FieldSchema]:
-    """Schema of each field of a TensorDict with N rows.
-
-    `shape` is a row's shape, (1,) for a field of scalars; jagged fields list the shape of every row in
-    `per_sample_shapes`. ValueError when a field does not have N rows.
-    """
-    import torch
-
-    if len(data.batch_size) == 0:
-        raise QueueArgumentError("the data has no batch dimension, so it has no rows to describe")
-    size = int(data.batch_size[0])
-    schema: dict[str, FieldSchema] = {}
-    for name in data.keys():  # iterating a TensorDict would give its rows
-        value = data.get(name)
-        if int(value.shape[0] if isinstance(value, torch.Tensor) else value.batch_size[0]) != size:
-            raise QueueArgumentError(f"field {name!r} does not have the {size} rows of the batch")
-        if not isinstance(value, torch.Tensor):
-            schema[name] = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
-        elif value.is_nested:
-            schema[name] = make_schema(value.dtype, [tuple(row.shape) for row in value.unbind()], nested=True)
-        else:
-            row_shape = tuple(value.shape[1:]) or (1,)
-            schema[name] = {"dtype": value.dtype, "shape": row_shape, "is_nested": False, "is_non_tensor": False}
-    return schema
+from rlflow.transfer_queue.schema import (
+    FieldSchema,
+    extract_field_schema,
+    filled_shapes,
+    join_schema,
+    make_schema,
+    per_row,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +40,7 @@ class SampleView:
     fields: dict[str, FieldSchema]
     is_ready: bool
     custom_meta: dict[str, Any]
+    production_status: int
 
 
 class BatchMeta:
@@ -178,22 +137,23 @@ class BatchMeta:
                 },
                 is_ready=bool(self.production_status[i]),
                 custom_meta=copy_plain(self.custom_meta[i]),
+                production_status=int(self.production_status[i]),
             )
             for i, index in enumerate(self.global_indexes)
         ]
 
     def _schema_of(self, name: str) -> FieldSchema:
         if name not in self.field_schema:
-            raise QueueArgumentError(f"this batch has no field {name!r}; it has {self.field_names}")
+            raise MissingFieldError(f"this batch has no field {name!r}; it has {self.field_names}")
         return self.field_schema[name]
 
-    def get_dtypes(self, name: str) -> list[Any]:
-        """Dtype of field `name` in each row; None for non-tensors."""
-        return [self._schema_of(name)["dtype"]] * self.size
+    def get_dtypes(self, field_name: str) -> list[Any]:
+        """Dtype of a field in each row; None for non-tensors."""
+        return [self._schema_of(field_name)["dtype"]] * self.size
 
-    def get_shapes(self, name: str) -> list[tuple[int, ...] | None]:
-        """Shape of field `name` in each row; None for non-tensors."""
-        return per_row(self._schema_of(name), self.size)
+    def get_shapes(self, field_name: str) -> list[tuple[int, ...] | None]:
+        """Shape of a field in each row; None for non-tensors."""
+        return per_row(self._schema_of(field_name), self.size)
 
     # -- batch-level entries and tags --------------------------------------------------------------
 
@@ -205,9 +165,9 @@ class BatchMeta:
         """Set one entry of `extra_info`."""
         self.extra_info[key] = value
 
-    def update_extra_info(self, values: dict[str, Any]) -> None:
+    def update_extra_info(self, info_dict: dict[str, Any]) -> None:
         """Set several entries of `extra_info`."""
-        self.extra_info.update(values)
+        self.extra_info.update(info_dict)
 
     def remove_extra_info(self, key: str) -> Any:
         """Remove one entry and return it; None when absent."""
@@ -229,13 +189,13 @@ class BatchMeta:
         """A deep copy of the tags."""
         return copy_plain(self.custom_meta)
 
-    def update_custom_meta(self, values: Sequence[dict[str, Any]]) -> None:
+    def update_custom_meta(self, custom_meta: Sequence[dict[str, Any]]) -> None:
         """Merge one dict into the tag of each row."""
-        if len(values) != self.size:
+        if len(custom_meta) != self.size:
             raise QueueArgumentError(
-                f"{len(values)} tags for {self.size} rows; give one dict a row, {{}} for no change"
+                f"{len(custom_meta)} tags for {self.size} rows; give one dict a row, {{}} for no change"
             )
-        self.custom_meta = [{**old, **copy_plain(new)} for old, new in zip(self.custom_meta, values, strict=True)]
+        self.custom_meta = [{**old, **copy_plain(new)} for old, new in zip(self.custom_meta, custom_meta, strict=True)]
 
     def clear_custom_meta(self) -> None:
         """Empty the tag of every row."""
@@ -263,12 +223,12 @@ class BatchMeta:
             [self._custom_backend_meta[i] for i in picked],
         )
 
-    def select_samples(self, indexes: Sequence[int]) -> BatchMeta:
+    def select_samples(self, sample_indices: Sequence[int]) -> BatchMeta:
         """The rows at these places, in that order."""
-        wrong = [int(i) for i in indexes if not 0 <= int(i) < self.size]
+        wrong = [int(i) for i in sample_indices if not 0 <= int(i) < self.size]
         if wrong:
             raise QueueArgumentError(f"rows {wrong[:8]} are out of range for a batch of {self.size}")
-        return self._take(int(i) for i in indexes)
+        return self._take(int(i) for i in sample_indices)
 
     def __getitem__(self, item: int | slice) -> BatchMeta:
         if isinstance(item, slice):
@@ -289,18 +249,18 @@ class BatchMeta:
             rows.setdefault(partition, []).append(i)
         return [self._take(places) for places in rows.values()]
 
-    def reorder(self, indexes: Sequence[int]) -> None:
-        """Put row `indexes[i]` at place i, in place. ValueError unless every row occurs once."""
-        moved = self._take(check_permutation(indexes, self.size))
+    def reorder(self, indices: Sequence[int]) -> None:
+        """Put row `indices[i]` at place i, in place. ValueError unless every row occurs once."""
+        moved = self._take(check_permutation(indices, self.size))
         for slot in self.__slots__:
             if slot != "extra_info":
                 setattr(self, slot, getattr(moved, slot))
 
     # -- columns -----------------------------------------------------------------------------------
 
-    def select_fields(self, names: Iterable[str]) -> BatchMeta:
+    def select_fields(self, field_names: Iterable[str]) -> BatchMeta:
         """The same rows with these fields; unknown names are ignored."""
-        wanted = set(names)
+        wanted = set(field_names)
         result = self.copy()
         result.field_schema = {name: schema for name, schema in result.field_schema.items() if name in wanted}
         result._custom_backend_meta = [
@@ -308,16 +268,16 @@ class BatchMeta:
         ]
         return result
 
-    def add_fields(self, data: Any, set_all_ready: bool = True) -> BatchMeta:
+    def add_fields(self, tensor_dict: Any, set_all_ready: bool = True) -> BatchMeta:
         """Add the fields of a TensorDict with as many rows; returns self.
 
         Args:
-            data: TensorDict of batch size [N].
+            tensor_dict: TensorDict of batch size [N].
             set_all_ready: mark every row as ready.
         """
-        schema = extract_field_schema(data)
-        if int(data.batch_size[0]) != self.size:
-            raise QueueArgumentError(f"the data has {int(data.batch_size[0])} rows, the batch {self.size}")
+        schema = extract_field_schema(tensor_dict)
+        if int(tensor_dict.batch_size[0]) != self.size:
+            raise QueueArgumentError(f"the data has {int(tensor_dict.batch_size[0])} rows, the batch {self.size}")
         self.field_schema.update(schema)
         if set_all_ready:
             self.production_status = np.ones(self.size, np.int8)
@@ -355,7 +315,10 @@ class BatchMeta:
         return cls(
             [index for part in parts for index in part.global_indexes],
             [partition for part in parts for partition in part.partition_ids],
-            {name: _join_schema([part.field_schema[name] for part in parts], parts) for name in common},
+            {
+                name: join_schema([part.field_schema[name] for part in parts], [part.size for part in parts])
+                for name in common
+            },
             np.concatenate([part.production_status for part in parts]),
             merge_extra_info(part.extra_info for part in parts),
             [tag for part in parts for tag in part.custom_meta],
@@ -410,11 +373,16 @@ def _check_same_fields(parts: Sequence[BatchMeta]) -> None:
                 )
 
 
-def _join_schema(schemas: Sequence[FieldSchema], parts: Sequence[BatchMeta]) -> FieldSchema:
-    shapes = [shape for schema, part in zip(schemas, parts, strict=True) for shape in per_row(schema, part.size)]
-    nested = any(schema["is_nested"] for schema in schemas) or None
-    joined = make_schema(schemas[0]["dtype"], shapes, nested)
-    if not shapes:
-        return dict(schemas[0])
-    joined["is_non_tensor"] = all(schema["is_non_tensor"] for schema in schemas)
-    return joined
+def meta_of(reply: dict[str, Any], partition_id: str) -> BatchMeta:
+    """The meta of rows that the controller described (`RowNumbers.describe`)."""
+    import torch
+
+    schema = {}
+    for name, (dtype, shapes) in reply["fields"].items():
+        if dtype == OBJECT:
+            schema[name] = make_schema(None, [None] * len(shapes))
+        else:
+            rows = filled_shapes([None if shape is None else (shape or (1,)) for shape in shapes])
+            schema[name] = make_schema(getattr(torch, dtype) if dtype else None, rows)
+    count = len(reply["indexes"])
+    return BatchMeta(reply["indexes"], [partition_id] * count, schema, reply["ready"], None, reply["tags"])

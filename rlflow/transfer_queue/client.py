@@ -1,45 +1,55 @@
 """The client: what a process needs to put and get. One per process, usable from any thread and any event loop.
 
-A put is `encode -> write block -> commit`, a get `locate -> read -> decode`: one call to the controller and one to
-each storage unit involved. Blocks never change, so a get that loses a race with a writer finds its block gone and asks
-again; it never sees half of a put.
+A put is `encode -> write block -> commit`, a get `locate -> read -> decode`: one call to the controller each. Where the
+storage is not in shared memory of this machine, there is one more to each storage unit involved. Blocks never change,
+so a get that loses a race with a writer finds its block gone and asks again; it never sees half of a put.
+
+Everything is written as coroutines. `direct` is a twin whose ports block the thread: the sync forms drive the same
+coroutines on it, see `ports`.
 """
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import itertools
+import json
 import logging
+import os
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from rlflow.transfer_queue.batch_meta import BatchMeta, make_schema
-from rlflow.transfer_queue.column import OBJECT, Column, head_of, scatter
-from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError, StorageKeyNotFoundError
+from rlflow.transfer_queue.arguments import check_keys, check_partition, check_select
+from rlflow.transfer_queue.column import OBJECT, Column, heads_of
+from rlflow.transfer_queue.commit import BlockHead
+from rlflow.transfer_queue.errors import (
+    QueueArgumentError,
+    QueueTypeError,
+    StorageKeyNotFoundError,
+    StorageUnitLostError,
+    some,
+)
+from rlflow.transfer_queue.lineage import this_process
+from rlflow.transfer_queue.locate import Location
+from rlflow.transfer_queue.low_level import LowLevelCalls
 from rlflow.transfer_queue.meta import KVBatchMeta
-from rlflow.transfer_queue.ports import Port
+from rlflow.transfer_queue.ports import Port, offload
 from rlflow.transfer_queue.predicate import Predicate
-from rlflow.transfer_queue.storage import DataParser, StorageClient
-from rlflow.transfer_queue.table import BlockHead, Location, Tag, some
+from rlflow.transfer_queue.storage import DataParser, StorageClient, UnitGoneError, Written
+from rlflow.transfer_queue.tags import Tag, check_tags, copy_tags, pack_tags
+from rlflow.transfer_queue.wire import pack_locate, pack_put, unpack_location, unpack_put_reply
 from rlflow.utils.errors import DeadlineError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from rlflow.transfer_queue.codec import Layout
+
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
-# Work on more bytes than this leaves the event loop, which may drive hundreds of agent sessions.
-_OFFLOAD_BYTES = 4 << 20
-
-
-class TransferQueueClient:
+class TransferQueueClient(LowLevelCalls):
     """See the module's docstring.
 
     Args:
@@ -47,23 +57,42 @@ class TransferQueueClient:
         storage: the storage units.
         config: the merged config of the table.
         strict: whether unknown keys and absent fields are errors (see `kv_batch_get`).
+        name: unique in the table; ids of blocks begin with the name of their writer.
     """
 
-    def __init__(self, controller: Port, storage: StorageClient, config: dict[str, Any], strict: bool = True) -> None:
+    def __init__(
+        self, controller: Port, storage: StorageClient, config: dict[str, Any], strict: bool = True, name: str = "local"
+    ) -> None:
         self.controller = controller
         self.config = config
+        self.name = name
         self.strict = strict
         self._storage = storage
         self._timeout_s = float(config["rpc_timeout_s"])
-        # Blocks are named by their writer. The random part also spreads the writers over the units.
-        self._name = uuid.uuid4().hex[:16]
         self._block_numbers = itertools.count()
-        self._first_unit = int(self._name, 16)
+        self._row_numbers = itertools.count()
+
+    def direct(self) -> TransferQueueClient:
+        """The same client with ports that block the calling thread; for `ports.drive`."""
+        twin = copy.copy(self)
+        twin.controller = self.controller.blocking()
+        twin._storage = self._storage.blocking()
+        return twin
+
+    def disconnect(self) -> None:
+        """Give back what this process holds of the table; the client is of no use afterwards."""
+        self._storage.close()
 
     # -- put ---------------------------------------------------------------------------------------
 
     async def async_put_row(
-        self, key: str, partition_id: str, fields: Any, tag: Tag | None, data_parser: DataParser | None
+        self,
+        key: str,
+        partition_id: str,
+        fields: Any,
+        tag: Tag | None,
+        data_parser: DataParser | None,
+        expect: Tag | None = None,
     ) -> KVBatchMeta:
         """See `api.kv_put`."""
         keys = check_keys(key)
@@ -76,7 +105,8 @@ class TransferQueueClient:
             if fields is not None and len(fields.batch_size) == 0:
                 fields = fields.unsqueeze(0)
             columns = await self._encode(fields, 1)
-        return await self._put(keys, partition_id, columns, tags, data_parser)
+        required = None if expect is None else [expect]
+        return await self._put(keys, partition_id, columns, tags, data_parser, required)
 
     async def async_put_batch(
         self,
@@ -85,17 +115,18 @@ class TransferQueueClient:
         fields: Any,
         tags: Sequence[Tag] | None,
         data_parser: DataParser | None,
+        expect: Sequence[Tag] | None = None,
     ) -> KVBatchMeta:
         """See `api.kv_batch_put`."""
         keys = check_keys(keys)
-        return await self._put(keys, partition_id, await self._encode(fields, len(keys)), tags, data_parser)
+        return await self._put(keys, partition_id, await self._encode(fields, len(keys)), tags, data_parser, expect)
 
     async def _encode(self, fields: Any, size: int) -> dict[str, Column]:
         if fields is None:
             return {}
         from rlflow.transfer_queue.codec import encode_batch, tensor_bytes
 
-        return await _offload(tensor_bytes(fields), encode_batch, fields, size)
+        return await offload(self.controller, tensor_bytes(fields), encode_batch, fields, size)
 
     async def _put(
         self,
@@ -104,43 +135,66 @@ class TransferQueueClient:
         columns: dict[str, Column],
         tags: Sequence[Tag] | None,
         parser: DataParser | None,
+        expect: Sequence[Tag] | None = None,
     ) -> KVBatchMeta:
-        if not isinstance(partition_id, str) or not partition_id:
-            raise QueueTypeError(f"a partition is named by a non-empty string, got {partition_id!r}")
+        check_partition(partition_id)
         if len(set(keys)) != len(keys):
             raise QueueArgumentError(f"the keys of a put must differ, got {len(keys)} keys, {len(set(keys))} different")
         if not columns and tags is None:
             raise QueueArgumentError(f"nothing to put for {some(keys)}: give fields, tags, or both")
-        if tags is not None:
-            tags = check_tags(tags, len(keys))
-        head = await self._write(columns, parser) if columns else None
-        reply = await self.controller.call(
-            "put", keys, partition_id, tags, head, extra_s=float(self.config["capacity_wait_s"])
-        )
-        return KVBatchMeta(keys, reply.tags, partition_id, reply.fields)
+        tags = None if tags is None else check_tags(tags, len(keys))
+        packed = None if tags is None else pack_tags(tags, keys)
+        required = None if expect is None else pack_tags(check_tags(expect, len(keys)), keys)
+        extra_s = float(self.config["capacity_wait_s"])
+        while True:
+            head = await self._write(columns, parser) if columns else None
+            try:
+                message = pack_put(keys, partition_id, packed, head, required)
+                call = self.controller.call("put_packed", message, extra_s=extra_s)
+                merged = [{} for _ in keys] if tags is None else copy_tags(tags)  # while the call is under way
+                reply = unpack_put_reply(await call)
+                return KVBatchMeta.owning(keys, reply.merged(merged), partition_id, reply.fields)
+            except StorageUnitLostError:
+                # The unit died, and the controller knew before this client did.
+                if head is None or parser is not None:
+                    raise
+                self._storage.forget_unit(head.unit)
 
     async def _write(self, columns: dict[str, Column], parser: DataParser | None) -> BlockHead:
-        number = next(self._block_numbers)
-        unit = (self._first_unit + number) % self._storage.unit_count
-        block_id = f"{self._name}:{number}"
-        try:
-            heads = await self._storage.write(unit, block_id, columns, parser)
-        except asyncio.CancelledError:
-            self._storage.discard(unit, block_id)
-            raise
-        return BlockHead(unit, block_id, heads or {name: head_of(column) for name, column in columns.items()})
+        block_id = f"{self.name}:{next(self._block_numbers)}"
+        while True:
+            try:
+                written: Written = await self._storage.write(block_id, columns, parser)
+            except UnitGoneError as error:
+                await self._report(error)
+                if parser is None:
+                    continue  # to a unit that is left; QueueUnavailableError when there is none
+                raise
+            nbytes = sum(column.data.nbytes for column in columns.values())
+            heads = written.heads or heads_of(columns)
+            return BlockHead(written.unit, block_id, heads, written.extent, nbytes, this_process())
+
+    async def _report(self, error: UnitGoneError) -> None:
+        """Tell the controller, which may not have noticed yet."""
+        await self.controller.call("unit_lost", error.unit, str(error))
 
     # -- get ---------------------------------------------------------------------------------------
 
     async def async_get_batch(
-        self, keys: Sequence[str] | str, partition_id: str, select_fields: Any, missing_ok: Sequence[str]
+        self,
+        keys: Sequence[str] | str,
+        partition_id: str,
+        select_fields: Any,
+        missing_ok: Sequence[str],
+        layout: Layout | None = None,
     ) -> TensorDict:
         """See `api.kv_batch_get`."""
         keys = check_keys(keys)
         selected = check_select(select_fields, missing_ok)
         deadline = time.monotonic() + self._timeout_s
+        message = pack_locate(keys, partition_id, selected, self.strict, list(missing_ok))
         while True:
-            location = await self.controller.call("locate", keys, partition_id, selected, self.strict, list(missing_ok))
+            location = unpack_location(await self.controller.call("locate_packed", message), keys)
             columns = await self._read(location)
             if columns is not None:
                 break
@@ -152,43 +206,33 @@ class TransferQueueClient:
                 )
         if location.unknown:
             logger.warning("%d unknown keys left out of a get: %s", len(location.unknown), some(location.unknown))
-        return await self._decode(columns, len(location.keys), selected)
+        return await self._decode(columns, len(location.keys), selected, layout)
 
-    async def _decode(self, columns: dict[str, Column], size: int, selected: list[str] | None) -> TensorDict:
-        from rlflow.transfer_queue.codec import decode_batch
+    async def _decode(
+        self, columns: dict[str, Column], size: int, selected: list[str] | None, layout: Layout | None = None
+    ) -> TensorDict:
+        from rlflow.transfer_queue.codec import JAGGED, decode_batch
 
         if not columns and not self.strict:
             logger.warning("none of the selected fields %s is present on all requested rows; empty result", selected)
             size = 0
         count = sum(column.data.nbytes for column in columns.values() if column.dtype != OBJECT)
-        return await _offload(count, decode_batch, columns, size)
+        return await offload(self.controller, count, decode_batch, columns, size, layout or JAGGED)
 
     async def _read(self, location: Location) -> dict[str, Column] | None:
         """The columns in key order; None when a block is gone."""
-        units = sorted({unit for unit, _, _ in location.blocks})
-        unit_of = np.array([unit for unit, _, _ in location.blocks], np.int64)
-        block_ids = [block_id for _, block_id, _ in location.blocks]
-        size = len(location.keys)
-        parts: dict[str, list[tuple[np.ndarray, Column]]] = {name: [] for name in location.cells}
-        requests = []
-        for unit in units:
-            rows = {name: np.flatnonzero(unit_of[which] == unit) for name, (which, _) in location.cells.items()}
-            cells = {
-                name: (which[rows[name]], places[rows[name]])
-                for name, (which, places) in location.cells.items()
-                if len(rows[name])
-            }
-            requests.append((rows, self._storage.read(unit, block_ids, cells)))
-        replies = await asyncio.gather(*(reply for _, reply in requests))
-        for (rows, _), reply in zip(requests, replies, strict=True):
-            if reply is None:
-                return None
-            for name, column in reply.items():
-                parts[name].append((rows[name], column))
-        columns = {name: scatter(part, size) for name, part in parts.items()}
+        try:
+            columns = await self._storage.read(location.blocks, location.cells)
+        except UnitGoneError as error:
+            await self._report(error)  # the next `locate` says what is lost
+            return None
+        if columns is None:
+            return None
         return {name: replace(column, ragged=location.ragged[name]) for name, column in columns.items()}
 
-    async def async_get_by_meta(self, meta: KVBatchMeta, select_fields: Any, missing_ok: Sequence[str]) -> TensorDict:
+    async def async_get_by_meta(
+        self, meta: KVBatchMeta, select_fields: Any, missing_ok: Sequence[str], layout: Layout | None = None
+    ) -> TensorDict:
         """See `api.kv_batch_get_by_meta`."""
         if meta.partition_id is None:
             raise QueueArgumentError("the meta names no partition, so its rows cannot be found; set meta.partition_id")
@@ -202,13 +246,15 @@ class TransferQueueClient:
         if not meta.keys:
             return await self._decode({}, 0, selected)
         optional = [name for name in missing_ok if selected is not None and name in selected]
-        return await self.async_get_batch(meta.keys, meta.partition_id, selected, optional)
+        return await self.async_get_batch(meta.keys, meta.partition_id, selected, optional, layout)
 
     # -- the rest ----------------------------------------------------------------------------------
 
-    async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
-        """See `api.kv_list`."""
-        return await self.controller.call("listing", partition_id)
+    async def async_lineage(
+        self, keys: Sequence[str] | str, partition_id: str, fields: Sequence[str] | None
+    ) -> dict[str, dict[str, dict[str, Any]]]:
+        """See `api.kv_lineage`."""
+        return await self.controller.call("lineage", check_keys(keys), partition_id, fields)
 
     async def async_clear(self, keys: Sequence[str] | str, partition_id: str) -> None:
         """See `api.kv_clear`."""
@@ -218,9 +264,10 @@ class TransferQueueClient:
         self, partition_id: str, since_version: int, timeout_s: float
     ) -> tuple[int, dict[str, Tag | None]]:
         """See `api.kv_watch`."""
-        return await self.controller.call(
+        reply = await self.controller.call(
             "watch", partition_id, int(since_version), float(timeout_s), extra_s=timeout_s
         )
+        return reply.version, {**reply.changed.dicts(), **dict.fromkeys(reply.deleted)}
 
     async def async_wait(
         self,
@@ -244,124 +291,26 @@ class TransferQueueClient:
                 f"Waited {timeout_s:g} s on partition {partition_id!r}: {reply.lacking}. The producers of these rows "
                 "are slow, hung or gone; see their logs, or allow more time (timeout_s)"
             )
-        return reply.version, reply.matching
+        return reply.version, reply.matching.dicts()
 
-    # -- the columnar view -------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
-    async def async_kv_retrieve_meta(
-        self, keys: Sequence[str] | str, partition_id: str, create: bool = False
-    ) -> BatchMeta:
-        """The `BatchMeta` of rows, with the fields they have in common; `create` makes missing rows."""
-        import torch
+    async def async_save_checkpoint(self, checkpoint_dir: str, include_storage: bool, metadata: Any) -> None:
+        """See `api.save_checkpoint`."""
+        try:
+            json.dumps(metadata)
+        except (TypeError, ValueError) as error:
+            raise QueueTypeError(f"the metadata of a checkpoint must be plain JSON values: {error}") from error
+        if not include_storage:
+            logger.warning("include_storage=False has no effect: this storage lives in memory and would be lost")
+        folder, extra_s = os.path.abspath(checkpoint_dir), float(self.config["checkpoint_timeout_s"])
+        await self.controller.call("save_checkpoint", folder, metadata, extra_s=extra_s)
 
-        keys = check_keys(keys)
-        reply = await self.controller.call("describe", keys, partition_id, create)
-        schema = {}
-        for name, (dtype, shapes) in reply["fields"].items():
-            if dtype == OBJECT:
-                schema[name] = make_schema(None, [None] * len(shapes))
-            else:
-                schema[name] = make_schema(getattr(torch, dtype), [shape or (1,) for shape in shapes])
-        ready = np.full(len(keys), int(bool(schema)), np.int8)
-        return BatchMeta(reply["indexes"], [partition_id] * len(keys), schema, ready, None, reply["tags"])
-
-    async def async_kv_retrieve_keys(self, global_indexes: Sequence[int], partition_id: str) -> list[str]:
-        """Keys of row numbers; `StorageKeyNotFoundError` for a number that is not in the partition."""
-        found = await self.controller.call("keys_of", [int(index) for index in global_indexes])
-        for index, (partition, _) in zip(global_indexes, found, strict=True):
-            if partition != partition_id:
-                raise StorageKeyNotFoundError(f"row {index} is in partition {partition!r}, not in {partition_id!r}")
-        return [key for _, key in found]
-
-    async def async_get_data(self, meta: BatchMeta) -> TensorDict:
-        """The fields of a `BatchMeta` whose rows are of one partition; an empty meta gives an empty TensorDict."""
-        if not meta.size:
-            return await self._decode({}, 0, meta.field_names)
-        if len(set(meta.partition_ids)) > 1:
-            raise QueueArgumentError("the rows are of several partitions; use chunk_by_partition() and get each part")
-        keys = await self.async_kv_retrieve_keys(meta.global_indexes, meta.partition_ids[0])
-        return await self.async_get_batch(keys, meta.partition_ids[0], meta.field_names, ())
-
-    async def async_get_partition_list(self) -> list[str]:
-        """Names of all partitions."""
-        return await self.controller.call("partitions")
+    async def async_load_checkpoint(self, checkpoint_dir: str) -> Any:
+        """See `api.load_checkpoint`."""
+        folder, extra_s = os.path.abspath(checkpoint_dir), float(self.config["checkpoint_timeout_s"])
+        return await self.controller.call("load_checkpoint", folder, extra_s=extra_s)
 
     async def async_stats(self) -> dict[str, Any]:
         """{"rows": {partition: count}, "units": [{"blocks", "bytes"} of each storage unit]}."""
         return await self.controller.call("stats")
-
-    # -- marks of consumers ------------------------------------------------------------------------
-
-    async def async_get_production_status(
-        self, fields: Sequence[str], partition_id: str
-    ) -> tuple[list[int], np.ndarray]:
-        """Row numbers of a partition, and int8 1 where all of `fields` are present."""
-        indexes, status = await self.controller.call("production", list(fields), partition_id)
-        return indexes, np.array(status, np.int8)
-
-    async def async_get_consumption_status(self, task_name: str, partition_id: str) -> tuple[list[int], np.ndarray]:
-        """Row numbers of a partition, and int8 1 where `task_name` has consumed the row."""
-        indexes, status = await self.controller.call("consumption", task_name, partition_id)
-        return indexes, np.array(status, np.int8)
-
-    async def async_check_production_status(self, fields: Sequence[str], partition_id: str) -> bool:
-        """Whether the partition has rows and all of them have all of `fields`."""
-        _, status = await self.async_get_production_status(fields, partition_id)
-        return bool(len(status)) and bool(status.all())
-
-    async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Whether the partition has rows and `task_name` has consumed all of them."""
-        _, status = await self.async_get_consumption_status(task_name, partition_id)
-        return bool(len(status)) and bool(status.all())
-
-    async def async_mark_consumed(self, task_name: str, keys: Sequence[str] | str, partition_id: str) -> None:
-        """Mark rows as consumed by `task_name`."""
-        await self.controller.call("consume", task_name, check_keys(keys), partition_id)
-
-    async def async_reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Clear the marks of one task, or of all; the data stays. False when there is no such partition."""
-        return await self.controller.call("reset_consumption", partition_id, task_name)
-
-
-# -- checks ----------------------------------------------------------------------------------------
-
-
-def check_keys(keys: Sequence[str] | str) -> list[str]:
-    """Keys as a list; a ValueError for none, a TypeError for a key that is no string."""
-    result = [keys] if isinstance(keys, str) else list(keys)
-    if not result:
-        raise QueueArgumentError("the list of keys is empty; name at least one row")
-    for key in result:
-        if not isinstance(key, str):
-            raise QueueTypeError(f"a key is a string, got {key!r} of type {type(key).__name__}")
-    return result
-
-
-def check_tags(tags: Sequence[Tag], size: int) -> list[Tag]:
-    """Tags as a list of `size` dicts."""
-    result = list(tags)
-    if len(result) != size:
-        raise QueueArgumentError(f"{len(result)} tags for {size} keys; each row needs one dict, {{}} for no change")
-    for tag in result:
-        if not isinstance(tag, dict):
-            raise QueueTypeError(f"a tag is a dict, got {tag!r} of type {type(tag).__name__}")
-    return result
-
-
-def check_select(select_fields: Any, missing_ok: Sequence[str]) -> list[str] | None:
-    """Selected fields as a list, None for all; optional fields must be among the selected ones."""
-    if isinstance(missing_ok, str):
-        raise QueueTypeError(f"missing_ok takes a list of field names, got the string {missing_ok!r}")
-    if select_fields is None:
-        return None
-    selected = [select_fields] if isinstance(select_fields, str) else list(select_fields)
-    surplus = [name for name in missing_ok if name not in selected]
-    if surplus:
-        raise QueueArgumentError(
-            f"missing_ok names {some(surplus)}, which select_fields does not select; add the optional fields to it"
-        )
-    return selected
-
-
-async def _offload(count: int, function: Callable[..., T], *args: Any) -> T:
-    return await asyncio.to_thread(function, *args) if count > _OFFLOAD_BYTES else function(*args)

@@ -7,13 +7,16 @@ Layout of what comes back
       declared by a jagged tensor, else the first;
     - objects, rows of different rank, and rows that differ in several dimensions: `NonTensorStack`.
 
+A reader that asks for `padded` gets dense tensors instead of jagged ones, for `list` a NonTensorStack of the rows.
+
 Fields of equal row lengths share one offsets tensor, because torch refuses arithmetic between jagged tensors of
-different offsets even when their lengths agree.
+different offsets even when their lengths agree. Tensors are views of a column's bytes where these are the reader's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,10 +24,10 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from rlflow.transfer_queue.column import OBJECT, Column, row_shapes
+from rlflow.transfer_queue.column import OBJECT, Column, bounds_of, row_shapes, uniform_column
 from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError
 from rlflow.transfer_queue.objects import pack, unpack
-from rlflow.utils.nested import compact, ragged_dim
+from rlflow.utils.nested import compact, jagged_view, nested_to_padded, ragged_dim
 from rlflow.utils.tensordict_utils import make_stack
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -92,12 +95,7 @@ def _encode_dense(value: Tensor) -> Column:
         raise QueueArgumentError("a field needs a row dimension; this one is a scalar tensor")
     size, shape = value.shape[0], tuple(value.shape[1:])
     row_bytes = value.element_size() * int(np.prod(shape, dtype=np.int64))
-    return Column(
-        _dtype_name(value),
-        _bytes_of(value),
-        np.full(size, row_bytes, np.int64),
-        np.tile(np.array(shape, np.int64), (size, 1)),
-    )
+    return uniform_column(_dtype_name(value), _bytes_of(value), size, row_bytes, shape)
 
 
 def _encode_nested(value: Tensor) -> Column:
@@ -147,16 +145,59 @@ def _encode_objects(name: str, values: Sequence[Any]) -> Column:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def decode_batch(columns: Mapping[str, Column], size: int) -> TensorDict:
-    """The TensorDict of `size` rows; its tensors own their memory."""
-    offsets: dict[bytes, Tensor] = {}
-    return TensorDict({name: decode_column(column, offsets) for name, column in columns.items()}, batch_size=[size])
+@dataclass(frozen=True)
+class Layout:
+    """How a reader wants rows of several lengths.
+
+    Attributes:
+        kind: "jagged", "padded" (dense, as long as the longest row of the batch) or "list" (one tensor a row).
+        padding_side: "right": rows begin at the left; "left": they end at the right.
+        padding_value: what stands beside them; one value, or {field: value} with 0 for fields that are not named.
+
+    Raises:
+        QueueArgumentError: (a ValueError) another kind or side.
+    """
+
+    kind: str = "jagged"
+    padding_side: str = "right"
+    padding_value: float | Mapping[str, float] = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("jagged", "padded", "list"):
+            raise QueueArgumentError(f"layout={self.kind!r} is unknown; try jagged, padded or list")
+        if self.padding_side not in ("right", "left"):
+            raise QueueArgumentError(f"padding_side={self.padding_side!r} is unknown; try right or left")
+
+    def value_for(self, name: str) -> float:
+        """The padding value of a field."""
+        return self.padding_value.get(name, 0) if isinstance(self.padding_value, Mapping) else self.padding_value
+
+
+JAGGED = Layout()
+# Offsets of a batch by what tells them apart: number and length of the rows, or all lengths as bytes.
+Offsets = dict[tuple[int, int] | bytes, Tensor]
+
+
+def decode_batch(columns: Mapping[str, Column], size: int, layout: Layout = JAGGED) -> TensorDict:
+    """The TensorDict of `size` rows; nobody else sees the memory of its tensors."""
+    offsets: Offsets = {}
+    fields: dict[Any, Any] = {}
+    for name, column in columns.items():
+        if layout.kind == "list":
+            fields[name] = make_stack(decode_rows(column))
+            continue
+        value = decode_column(column, offsets)
+        if layout.kind == "padded" and isinstance(value, Tensor) and value.is_nested:
+            value = nested_to_padded(value, layout.value_for(name), left=layout.padding_side == "left")
+        fields[name] = value
+    # The constructor looks at every value again, which costs more than all that was done here.
+    return TensorDict._new_unsafe(fields, batch_size=torch.Size([size]))
 
 
 def decode_rows(column: Column) -> list[Any]:
     """The rows of a column one by one: tensors or objects."""
     if column.dtype == OBJECT:
-        data, bounds = memoryview(np.ascontiguousarray(column.data).data), column.bounds().tolist()
+        data, bounds = np.ascontiguousarray(column.data).data, column.bounds().tolist()
         return [unpack(data[start:stop]) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
     flat = _flat(column)
     shapes = row_shapes(column.shapes)
@@ -168,38 +209,41 @@ def _flat(column: Column) -> Tensor:
     dtype = getattr(torch, column.dtype)
     if not len(column.data):
         return torch.empty(0, dtype=dtype)
-    # The copy makes the tensor writable and frees the shared memory that a remote reply lies in.
-    return torch.from_numpy(column.data.copy()).view(dtype)
+    # Read-only bytes are somebody else's: a stored block, or a message in Ray's memory.
+    data = column.data if column.data.flags.writeable else column.data.copy()
+    return torch.from_numpy(data).view(dtype)
 
 
-def decode_column(column: Column, offsets: dict[bytes, Tensor]) -> Tensor | NonTensorStack:
-    """One field in the layout the module promises; `offsets` is shared by the fields of a batch."""
-    shapes = column.shapes
-    if column.dtype == OBJECT or (shapes.size and shapes.min() < 0):
+def decode_column(column: Column, offsets: Offsets) -> Tensor | NonTensorStack:
+    """One field as a dense or a jagged tensor, or as a stack of objects; a batch's fields share `offsets`."""
+    if column.dtype == OBJECT:
         return make_stack(decode_rows(column))
+    shapes = column.shapes
     if shapes.shape[1] == 0:
         return _flat(column)
-    differing = np.flatnonzero(shapes.max(axis=0) != shapes.min(axis=0)).tolist()
-    if len(differing) > 1:
+    uniform = shapes.strides[0] == 0
+    low = shapes[0].tolist() if uniform else shapes.min(axis=0).tolist()
+    high = low if uniform else shapes.max(axis=0).tolist()
+    differing = [axis for axis, (a, b) in enumerate(zip(low, high, strict=True)) if a != b]
+    if len(differing) > 1 or min(low) < 0:
         return make_stack(decode_rows(column))
     axis = differing[0] if differing else (column.ragged or 0)
-    axis = axis if axis < shapes.shape[1] else 0
-    lengths = shapes[:, axis].copy()  # a remote reply is read-only, which torch does not accept
+    axis = axis if axis < len(low) else 0
     if axis == 0:
-        values = _flat(column).reshape(int(lengths.sum()), *shapes[0, 1:].tolist())
+        values = _flat(column).view(-1, *low[1:]) if all(low[1:]) else _empty_rows(column)
     else:
         values = torch.cat(decode_rows(column), dim=axis)
-    if lengths.tobytes() not in offsets:
-        ends = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        torch.cumsum(torch.from_numpy(lengths), dim=0, out=ends[1:])
-        offsets[lengths.tobytes()] = ends
-    return torch.nested.nested_tensor_from_jagged(
-        values,
-        offsets[lengths.tobytes()],
-        jagged_dim=axis + 1,
-        min_seqlen=int(lengths.min()),
-        max_seqlen=int(lengths.max()),
-    )
+    lengths = shapes[:, axis]
+    key = (len(lengths), low[axis]) if low[axis] == high[axis] else lengths.tobytes()
+    if key not in offsets:
+        offsets[key] = torch.from_numpy(bounds_of(lengths))
+    return jagged_view(values, offsets[key], axis + 1, low[axis], high[axis])
+
+
+def _empty_rows(column: Column) -> Tensor:
+    """Values of rows that have an inner dimension of 0, whose number the bytes do not tell."""
+    shape = (int(column.shapes[:, 0].sum()), *column.shapes[0, 1:].tolist())
+    return torch.empty(shape, dtype=getattr(torch, column.dtype))
 
 
 # -- in the storage unit ---------------------------------------------------------------------------

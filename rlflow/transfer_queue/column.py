@@ -6,9 +6,11 @@ that is no tensor is one msgpack message a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import msgpack
 import numpy as np
 
 OBJECT = "object"
@@ -21,7 +23,7 @@ class Column:
 
     Attributes:
         dtype: name of the torch dtype ("float32"), or "object" for msgpack rows.
-        data: uint8 [total bytes].
+        data: uint8 [total bytes]. Writable means: nobody else sees these bytes, they may be given away as they are.
         sizes: int64 [N], bytes of each row.
         shapes: int64 [N, D], shape of each row; rows of fewer dimensions are filled up with -1.
         ragged: the row dimension that the writer declared ragged, None if it declared none.
@@ -38,9 +40,30 @@ class Column:
 
     def bounds(self) -> np.ndarray:
         """int64 [N + 1]: row i is `data[bounds[i] : bounds[i + 1]]`."""
-        bounds = np.zeros(len(self.sizes) + 1, np.int64)
-        np.cumsum(self.sizes, out=bounds[1:])
-        return bounds
+        return bounds_of(self.sizes)
+
+
+def bounds_of(sizes: np.ndarray) -> np.ndarray:
+    """int64 [N + 1]: where rows of these sizes begin and end."""
+    bounds = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=bounds[1:])
+    return bounds
+
+
+def uniform_column(dtype: str, data: np.ndarray, rows: int, row_bytes: int, shape: tuple[int, ...]) -> Column:
+    """A column whose rows all have `shape`; costs the same for any number of rows."""
+    sizes = np.broadcast_to(np.int64(row_bytes), (rows,))
+    return Column(dtype, data, sizes, np.broadcast_to(np.array(shape, np.int64), (rows, len(shape))))
+
+
+def common_shape(shapes: np.ndarray) -> tuple[int, ...] | None:
+    """The shape of all rows; None when they differ or when there are none."""
+    if not len(shapes):
+        return None
+    if shapes.strides[0] and (shapes != shapes[0]).any():
+        return None
+    first = tuple(shapes[0].tolist())
+    return None if _PAD in first else first
 
 
 @dataclass(slots=True)
@@ -52,9 +75,39 @@ class FieldHead:
     ragged: int | None
 
 
-def head_of(column: Column) -> FieldHead:
-    """The column without its data."""
-    return FieldHead(column.dtype, column.shapes, column.ragged)
+def heads_of(columns: Mapping[str, Column]) -> dict[str, FieldHead]:
+    """The columns without their data."""
+    return {name: FieldHead(c.dtype, c.shapes, c.ragged) for name, c in columns.items()}
+
+
+def heads_to_bytes(heads: Mapping[str, FieldHead]) -> bytes:
+    """Heads as one msgpack message: each table of shapes once, as one shape where all rows agree."""
+    tables: dict[Any, int] = {}
+    fields = []
+    for name, head in heads.items():
+        shape = common_shape(head.shapes)
+        if shape is not None:
+            key: Any = (len(head.shapes), shape)
+        else:
+            narrow = head.shapes.size == 0 or int(head.shapes.max()) < 2**31
+            kind = np.int32 if narrow else np.int64
+            key = (*head.shapes.shape, np.dtype(kind).str, head.shapes.astype(kind).tobytes())
+        fields.append((name, head.dtype, head.ragged, tables.setdefault(key, len(tables))))
+    return msgpack.packb([list(tables), fields])
+
+
+def heads_from_bytes(data: bytes) -> dict[str, FieldHead]:
+    """Inverse of `heads_to_bytes`; equal tables are one array."""
+    tables, fields = msgpack.unpackb(data)
+    shapes = [_shapes_from(*table) for table in tables]
+    return {name: FieldHead(dtype, shapes[number], ragged) for name, dtype, ragged, number in fields}
+
+
+def _shapes_from(rows: int, *rest: Any) -> np.ndarray:
+    if len(rest) == 1:
+        return np.broadcast_to(np.array(rest[0], np.int64), (rows, len(rest[0])))
+    width, kind, data = rest
+    return np.frombuffer(data, kind).reshape(rows, width)
 
 
 def row_shapes(shapes: np.ndarray) -> list[tuple[int, ...]]:
@@ -62,50 +115,10 @@ def row_shapes(shapes: np.ndarray) -> list[tuple[int, ...]]:
     return [tuple(n for n in row if n != _PAD) for row in shapes.tolist()]
 
 
-def _stack_shapes(parts: Sequence[np.ndarray]) -> np.ndarray:
-    width = max(part.shape[1] for part in parts)
-    if all(part.shape[1] == width for part in parts):
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return np.concatenate([np.pad(p, ((0, 0), (0, width - p.shape[1])), constant_values=_PAD) for p in parts])
-
-
-def gather(columns: Sequence[Column], which: np.ndarray, places: np.ndarray) -> Column:
-    """Row i of the result is row `places[i]` of `columns[which[i]]`.
-
-    Neighbouring rows are copied in one piece, and a single piece is not copied at all: the result may share memory
-    with its source.
-    """
-    breaks = np.flatnonzero((np.diff(which) != 0) | (np.diff(places) != 1)) + 1
-    starts = [0, *breaks.tolist()]
-    stops = [*breaks.tolist(), len(places)]
-    bounds = {int(block): columns[block].bounds() for block in np.unique(which)}
-    data, sizes, shapes = [], [], []
-    for start, stop in zip(starts, stops, strict=True):
-        block, first = int(which[start]), int(places[start])
-        last = first + stop - start
-        column = columns[block]
-        data.append(column.data[bounds[block][first] : bounds[block][last]])
-        sizes.append(column.sizes[first:last])
-        shapes.append(column.shapes[first:last])
-    return Column(
-        columns[int(which[0])].dtype,
-        data[0] if len(data) == 1 else np.concatenate(data),
-        np.concatenate(sizes),
-        _stack_shapes(shapes),
-    )
-
-
-def scatter(parts: Sequence[tuple[np.ndarray, Column]], size: int) -> Column:
-    """Inverse of a split by rows: row j of a part becomes row `rows[j]` of the result, which has `size` rows."""
-    if len(parts) == 1 and np.array_equal(parts[0][0], np.arange(size)):
-        return parts[0][1]
-    which, places = np.empty(size, np.int64), np.empty(size, np.int64)
-    for number, (rows, column) in enumerate(parts):
-        which[rows] = number
-        places[rows] = np.arange(len(column))
-    return gather([column for _, column in parts], which, places)
-
-
-def owned(column: Column) -> Column:
-    """A copy that does not pin the message or shared memory it came in."""
-    return Column(column.dtype, column.data.copy(), column.sizes.copy(), column.shapes.copy(), column.ragged)
+def stack_shapes(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """Tables of shapes one below the other, filled up to the widest."""
+    tables = list(parts)
+    width = max(part.shape[1] for part in tables)
+    if all(part.shape[1] == width for part in tables):
+        return tables[0] if len(tables) == 1 else np.concatenate(tables)
+    return np.concatenate([np.pad(p, ((0, 0), (0, width - p.shape[1])), constant_values=_PAD) for p in tables])

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from rlflow.utils.errors import RlflowError
+from collections.abc import Sequence
+
+from rlflow.utils.errors import CheckpointError, DeadlineError, RlflowError
+
+
+def some(names: Sequence[str], limit: int = 4) -> str:
+    """The first few names of a list, for messages."""
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 class TransferQueueError(RlflowError):
@@ -17,6 +25,10 @@ class QueueArgumentError(TransferQueueError, ValueError):
     """A call's arguments contradict each other or are empty."""
 
 
+class QueueRequestError(QueueArgumentError, RuntimeError):
+    """A low-level call asks for what cannot be; also a RuntimeError, which is what the public package raises."""
+
+
 class QueueTypeError(TransferQueueError, TypeError):
     """A key or a value of a type that the table does not store; the message names the field."""
 
@@ -29,6 +41,10 @@ class StorageKeyNotFoundError(TransferQueueError, KeyError):
     """A key (or row index) is not in the partition, or was cleared while it was being read."""
 
 
+class StorageUnitLostError(StorageKeyNotFoundError):
+    """Cells were lost with the storage unit that held them; the message names unit, fields and keys."""
+
+
 class MissingFieldError(TransferQueueError, KeyError):
     """A selected field is absent from a requested row."""
 
@@ -37,8 +53,16 @@ class NotReadyError(TransferQueueError, ValueError):
     """The requested rows share no field; rows that only have a tag have none."""
 
 
+class FetchTimeoutError(TransferQueueError, DeadlineError, RuntimeError):
+    """A fetch waited for rows that did not become ready in time."""
+
+
 class CapacityError(TransferQueueError):
-    """The table holds as many rows as it may, and no room was made in time."""
+    """The table holds as many rows or bytes as it may, and no room was made in time."""
+
+
+class TagConflictError(TransferQueueError):
+    """A put's `expect` does not hold. Nothing of that put was stored."""
 
 
 class WatchGapError(TransferQueueError):
@@ -51,3 +75,15 @@ class QueueUnavailableError(TransferQueueError):
 
 class QueueNotInitializedError(QueueUnavailableError, AssertionError):
     """No table was created, or this process has no connection to it."""
+
+
+class NotOwnerError(TransferQueueError, RuntimeError):
+    """The call is left to the process that created the table."""
+
+
+class TableCheckpointError(TransferQueueError, CheckpointError):
+    """A checkpoint of the table cannot be written, or is damaged."""
+
+
+class IncompleteCheckpointError(TableCheckpointError, FileNotFoundError):
+    """A folder is no whole checkpoint of a table: files are missing."""

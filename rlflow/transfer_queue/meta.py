@@ -115,6 +115,15 @@ class KVBatchMeta:
         self.extra_info = copy_plain(self.extra_info)
         self._size = len(self.keys)
 
+    @classmethod
+    def owning(
+        cls, keys: list[str], tags: list[dict[str, Any]], partition_id: str | None, fields: list[str] | None
+    ) -> KVBatchMeta:
+        """From parts that are known to be valid and that nobody else holds: nothing is checked or copied."""
+        meta = cls(partition_id=partition_id)
+        meta.keys, meta.tags, meta.fields, meta._size = keys, tags, fields, len(keys)
+        return meta
+
     @property
     def size(self) -> int:
         """Number of rows, fixed at construction."""
@@ -133,15 +142,15 @@ class KVBatchMeta:
             extra_info=self.extra_info,
         )
 
-    def select_keys(self, keys: Sequence[str]) -> KVBatchMeta:
-        """The rows `keys`, in that order. RuntimeError on an unknown key, ValueError on duplicates."""
+    def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
+        """These rows, in that order. RuntimeError on an unknown key, ValueError on duplicates."""
         place = {key: i for i, key in enumerate(self.keys)}
-        unknown = [key for key in keys if key not in place]
+        unknown = [key for key in keys_to_select if key not in place]
         if unknown:
             raise RuntimeError(
-                f"{len(unknown)} of {len(keys)} keys are not in this batch of {self.size}: {unknown[:8]}"
+                f"{len(unknown)} of {len(keys_to_select)} keys are not in this batch of {self.size}: {unknown[:8]}"
             )
-        return self._rows(place[key] for key in keys)
+        return self._rows(place[key] for key in keys_to_select)
 
     def reorder(self, indexes: Sequence[int]) -> None:
         """Put row `indexes[i]` at place i, in place. ValueError unless every row occurs once."""

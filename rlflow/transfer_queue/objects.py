@@ -26,6 +26,14 @@ def pack(value: Any) -> bytes:
         raise QueueTypeError(f"the object cannot be stored ({error}); nest it less deeply") from error
 
 
+def pack_plain(value: Any) -> bytes:
+    """`pack` without arrays and tensors, for what the controller keeps and compares."""
+    try:
+        return msgpack.packb(value, default=_encode_plain, strict_types=True, unicode_errors="surrogatepass")
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise QueueTypeError(f"the object cannot be stored ({error}); nest it less deeply") from error
+
+
 def unpack(data: bytes | memoryview) -> Any:
     """Inverse of `pack`."""
     return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False, unicode_errors="surrogatepass")
@@ -49,6 +57,18 @@ def _encode(value: Any) -> msgpack.ExtType:
     raise QueueTypeError(
         f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored. Store str, int, float, bool, None, "
         "lists and dicts of these, numpy arrays or tensors"
+    )
+
+
+def _encode_plain(value: Any) -> msgpack.ExtType:
+    if type(value) is tuple:
+        return msgpack.ExtType(_TUPLE, pack_plain(list(value)))
+    if type(value) is int or isinstance(value, np.generic):
+        return _encode(value)
+    kind = type(value)
+    raise QueueTypeError(
+        f"a {kind.__module__}.{kind.__qualname__} is no plain value. Use str, int, float, bool, None, bytes, or lists, "
+        "tuples and dicts of these"
     )
 
 

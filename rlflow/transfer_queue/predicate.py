@@ -28,11 +28,12 @@ class Predicate:
 
     def accepts(self, tag: dict[str, Any]) -> bool:
         """Whether a row with this tag matches."""
-        return self.tag in tag and tag[self.tag] in self._wanted()
+        return self.tag in tag and tag[self.tag] in self.wanted()
 
     def describe(self) -> str:
         """`status in ('finished', 'failure')`, for messages."""
-        return f"{self.tag} in ({', '.join(repr(value) for value in self._wanted())})"
+        return f"{self.tag} in ({', '.join(repr(value) for value in self.wanted())})"
 
-    def _wanted(self) -> tuple[Any, ...]:
+    def wanted(self) -> tuple[Any, ...]:
+        """The values that count as done."""
         return tuple(self.status) if isinstance(self.status, (tuple, list, set, frozenset)) else (self.status,)

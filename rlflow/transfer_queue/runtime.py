@@ -13,15 +13,21 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Coroutine
+import uuid
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlflow.transfer_queue.client import TransferQueueClient
 from rlflow.transfer_queue.controller import CONTROLLER_NAME, TransferQueueController
-from rlflow.transfer_queue.errors import QueueArgumentError, QueueNotInitializedError, QueueUnavailableError
-from rlflow.transfer_queue.ports import LocalPort, Port, RayPort
-from rlflow.transfer_queue.settings import default_namespace, merge_config, place_units
+from rlflow.transfer_queue.errors import (
+    NotOwnerError,
+    QueueArgumentError,
+    QueueNotInitializedError,
+    QueueUnavailableError,
+)
+from rlflow.transfer_queue.ports import LocalPort, Port, RayPort, drive
+from rlflow.transfer_queue.settings import default_namespace, merge_config, place_units, shown_config
 from rlflow.transfer_queue.storage import storage_backend
 from rlflow.utils.errors import DeadlineError
 from rlflow.utils.ray_utils import ray_get
@@ -66,6 +72,7 @@ class LoopThread:
 @dataclass
 class _Connection:
     client: TransferQueueClient
+    direct: TransferQueueClient  # its twin for the sync forms
     owner: bool
     pid: int
     session: str  # id of this process in Ray; a new ray.init gives a new one
@@ -112,13 +119,23 @@ def current_client() -> TransferQueueClient | None:
     return None if connection is None else connection.client
 
 
+def check_owner(action: str) -> None:
+    """`NotOwnerError` (a RuntimeError) unless this process created the table."""
+    connection = _current()
+    if connection is None or not connection.owner:
+        raise NotOwnerError(
+            f"only the process that created the table (the first to call transfer_queue.init) may {action}; this "
+            f"process {'is not connected to one' if connection is None else 'is attached to it'}. Call it there"
+        )
+
+
 def _living() -> _Connection | None:
     """The connection in use, if its controller still answers; a dead one is dropped."""
     connection = _current()
     if connection is None:
         return None
     try:
-        loop_thread().run(connection.client.controller.call("session"))
+        loop_thread().run(_call(connection.client.controller, "session"))
     except QueueUnavailableError:
         forget_if_gone(connection.client)
     return _current()
@@ -144,6 +161,35 @@ def attached_client() -> TransferQueueClient:
     return client
 
 
+def run_direct(operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]]) -> T:
+    """Run an operation of the client that waits for nothing but the table, in the calling thread.
+
+    A thread that runs an event loop cannot drive a second coroutine; there the private loop does it.
+    """
+    return run_on(attached_client(), operation)
+
+
+def run_on(client: TransferQueueClient, operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]]) -> T:
+    """`run_direct` on a client that the caller has."""
+    try:
+        if _runs_a_loop():
+            return loop_thread().run(operation(client))
+        connection = _connection
+        known = connection is not None and connection.client is client
+        return drive(operation(connection.direct if connection is not None and known else client.direct()))
+    except QueueUnavailableError:
+        forget_if_gone(client)
+        raise
+
+
+def _runs_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def forget_if_gone(client: TransferQueueClient) -> None:
     """Drop a client whose controller has ended.
 
@@ -153,6 +199,17 @@ def forget_if_gone(client: TransferQueueClient) -> None:
     with _state:
         if client.controller.gone and _connection is not None and _connection.client is client:
             _connection = None
+
+
+def leave(controller: Port) -> None:
+    """Drop the process's client if it is one of this controller, unless the table lives as long as it: the owner's."""
+    global _connection
+    with _state:
+        connection = _connection
+        if connection is None or connection.owner or connection.client.controller is not controller:
+            return
+        _connection = None
+    connection.client.disconnect()
 
 
 def init(conf: Any, strict: bool) -> Any:
@@ -166,7 +223,7 @@ def init(conf: Any, strict: bool) -> Any:
                     f"this process is attached to the table of namespace {connection.namespace!r} and cannot attach "
                     f"to {config['namespace']!r} too; close() first"
                 )
-            connection.client.strict = strict
+            connection.client.strict = connection.direct.strict = strict
             return conf
         if config["backend"]["storage_backend"] == "Local":
             _create_local(config, strict)
@@ -189,7 +246,7 @@ def init(conf: Any, strict: bool) -> Any:
 def _as_conf(config: dict[str, Any]) -> Any:
     from omegaconf import OmegaConf
 
-    return OmegaConf.create(config)
+    return OmegaConf.create(shown_config(config))
 
 
 def _require_ray() -> Any:
@@ -218,24 +275,31 @@ def _controller_title(namespace: str) -> str:
     return f"TransferQueue controller (namespace {namespace!r})"
 
 
+async def _call(port: Port, method: str) -> Any:
+    return await port.call(method)
+
+
 def _connect(port: Port, strict: bool, owner: bool, namespace: str) -> TransferQueueClient:
     global _connection
-    session = loop_thread().run(port.call("session"))
+    session = loop_thread().run(_call(port, "session"))
     config = session["config"]
     make_storage = storage_backend(config["backend"]["storage_backend"])[1]
     if isinstance(port, RayPort):
         port = RayPort(port.handle, _controller_title(namespace), config["rpc_timeout_s"])
-    client = TransferQueueClient(port, make_storage(session["endpoint"], config["rpc_timeout_s"]), config, strict)
+    name = uuid.uuid4().hex[:16]
+    storage = make_storage(session["endpoint"], config["rpc_timeout_s"], name)
+    client = TransferQueueClient(port, storage, config, strict, name)
     ray_session = _ray_session() if isinstance(port, RayPort) else ""
     with _state:
-        _connection = _Connection(client, owner, os.getpid(), ray_session, namespace)
+        _connection = _Connection(client, client.direct(), owner, os.getpid(), ray_session, namespace)
     return client
 
 
 def _create(config: dict[str, Any], strict: bool) -> bool:
     """Create the table; False when another process was faster."""
     ray = _require_ray()
-    actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_MAX_CONCURRENCY)(TransferQueueController)
+    options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": _MAX_CONCURRENCY}
+    actor_class = ray.remote(**options)(_controller_class(config))
     placements = place_units(config, ray.nodes())
     try:
         handle = actor_class.options(name=CONTROLLER_NAME, namespace=config["namespace"]).remote(config, placements)
@@ -247,8 +311,16 @@ def _create(config: dict[str, Any], strict: bool) -> bool:
     return True
 
 
+def _controller_class(config: dict[str, Any]) -> type[TransferQueueController]:
+    if not config["metrics"]["enabled"]:
+        return TransferQueueController
+    from rlflow.transfer_queue.exporter import MeteredController
+
+    return MeteredController
+
+
 def _create_local(config: dict[str, Any], strict: bool) -> None:
-    controller = TransferQueueController(config, [None])
+    controller = _controller_class(config)(config, [None])
     _connect(LocalPort(controller, loop_thread().loop), strict, owner=True, namespace=config["namespace"])
 
 
@@ -259,10 +331,16 @@ def close() -> None:
         connection = _current()
         with _state:
             _connection = None
-        if connection is None or not connection.owner:
+        if connection is None:
             return
-        if isinstance(connection.client.controller, RayPort):
-            _kill(connection.client.controller.handle)
+        connection.client.disconnect()
+        if not connection.owner:
+            return
+        client = connection.client
+        if isinstance(client.controller, RayPort):
+            _kill(client.controller.handle)
+        elif client.config["metrics"]["enabled"]:
+            loop_thread().run(_call(client.controller, "stop_metrics"))
 
 
 def _kill(handle: Any) -> None:

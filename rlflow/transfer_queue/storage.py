@@ -1,79 +1,72 @@
-"""Where cells live.
+"""Where cells live: the interface of storage backends, and which there are.
 
-A backend has two sides. The `StorageHost` lives beside the controller: it creates the units and frees what has no live
-cell any more. Its `endpoint` travels to each client, which makes a `StorageClient` of it to write and read blocks.
+A backend has two sides. The `StorageHost` lives beside the controller: it creates the units, watches over them and
+frees blocks without a live cell. Its `endpoint` travels to each process, which makes a `StorageClient` of it to write
+and read blocks. The controller only sees unit numbers, block ids and *extents* (plain integers that say where in a unit
+a block is).
 
-Invariants
+What a backend must keep
     - A block is written once and never changed. It is freed as a whole, when none of its cells is in a row any more.
-    - A unit copies what it is given, so it pins no shared memory and no message buffer.
+    - `read` gives every cell as it was written, or None when a block was freed in the meantime: the client then asks
+      the controller again. What it returns is the reader's own: writable arrays (`Column.data`), or read-only ones,
+      which the client copies.
+    - Readers may go on reading what they got, however long, whatever happens to the block.
+    - Every remote call has a deadline. A unit that is gone for good is reported by `UnitGoneError`, and new blocks go
+      to the units that are left.
+    - No column is looked into and nothing is unpickled: a block is bytes (see `block`).
 
-`SimpleStorage` keeps blocks in Ray actors; `Local` keeps them in the process of the table (one process, no Ray).
-Others are added with `register_storage_backend`.
+| backend | module | where blocks are |
+|---|---|---|
+| `SimpleStorage` | `storage_simple` | Ray actors; shared memory on one machine, Ray's transport between machines |
+| `Local` | `storage_local` | the memory of this process; no Ray |
+
+A store of another kind (a cluster store as Mooncake, say) is one more `register_storage_backend`: one unit for the
+whole store, a block written under its id, and as extent what the store wants back to find it.
 """
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlflow.transfer_queue.column import Column, FieldHead, gather, head_of, owned
-from rlflow.transfer_queue.ports import RayPort
+from rlflow.transfer_queue.column import Column, FieldHead
+from rlflow.transfer_queue.errors import QueueUnavailableError
 from rlflow.utils.errors import ConfigError
 
+Extent = tuple[int, ...]
+Place = tuple[int, str, Extent | None]  # unit, block id, extent
+Cells = Mapping[str, tuple[np.ndarray, np.ndarray]]
 Garbage = Mapping[int, Sequence[str]]
-Cells = dict[str, tuple[np.ndarray, np.ndarray]]
 DataParser = Callable[[dict[str, list[Any]]], dict[str, Any]]
+# A block in a file: its id, where it begins, how many bytes it has, their CRC-32.
+FileEntry = tuple[str, int, int, int]
 
 
-class StorageUnit:
-    """Blocks in memory: {block id: {field: column}}."""
+class Written(NamedTuple):
+    """A written block: where it is, and the heads of its columns when a parser has changed them."""
 
-    def __init__(self) -> None:
-        self._blocks: dict[str, dict[str, Column]] = {}
+    unit: int
+    extent: Extent | None
+    heads: dict[str, FieldHead] | None = None
 
-    def write(
-        self, block_id: str, columns: dict[str, Column], parser: DataParser | None = None
-    ) -> dict[str, FieldHead] | None:
-        """Store a block. Returns the heads of its columns if a parser has changed them."""
-        if parser is not None:
-            from rlflow.transfer_queue.codec import apply_parser
 
-            columns = apply_parser(columns, parser)
-        self._blocks[block_id] = {name: owned(column) for name, column in columns.items()}
-        return None if parser is None else {name: head_of(column) for name, column in columns.items()}
+class UnitGoneError(QueueUnavailableError):
+    """A storage unit is gone for good, and with it what it held."""
 
-    def read(self, block_ids: Sequence[str], cells: Cells) -> dict[str, Column] | None:
-        """One column a field: row i comes from `block_ids[cells[field][0][i]]`, place `cells[field][1][i]`.
+    def __init__(self, message: str, unit: int = -1) -> None:
+        super().__init__(message)
+        self.unit = unit
 
-        None when a needed cell is gone: it was overwritten or cleared after the reader had asked the controller.
-        """
-        result = {}
-        for name, (which, places) in cells.items():
-            used = np.unique(which)
-            columns = {int(i): self._blocks.get(block_ids[int(i)], {}).get(name) for i in used}
-            if any(column is None for column in columns.values()):
-                return None
-            dense = [column for column in columns.values() if column is not None]
-            result[name] = gather(dense, np.searchsorted(used, which), places)
-        return result
-
-    def free(self, block_ids: Sequence[str]) -> None:
-        """Forget these blocks; unknown ones are ignored."""
-        for block_id in block_ids:
-            self._blocks.pop(block_id, None)
-
-    def stats(self) -> dict[str, int]:
-        """Number of blocks and bytes held."""
-        columns = [column for block in self._blocks.values() for column in block.values()]
-        return {"blocks": len(self._blocks), "bytes": sum(column.data.nbytes for column in columns)}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnitGoneError, (str(self), self.unit)
 
 
 class StorageHost(ABC):
-    """The controller's side of a backend."""
+    """The controller's side of a backend. All methods are called on the controller's event loop."""
 
     @property
     @abstractmethod
@@ -86,158 +79,106 @@ class StorageHost(ABC):
 
     @abstractmethod
     async def stats(self) -> list[dict[str, int]]:
-        """`StorageUnit.stats` of each unit, after all that was freed so far."""
+        """Memory of each unit, after all that was freed so far; {} for a unit that is gone.
+
+        `segment_bytes`: memory taken for blocks, `free_bytes`: of these not in use, `pinned_bytes`: freed but still
+        looked at by readers, `private_bytes`: blocks that are not in shared memory.
+        """
+
+    def watch_units(
+        self, on_lost: Callable[[int, str], None], abandon: Callable[[str], Awaitable[Sequence[str]]]
+    ) -> None:
+        """Begin to watch over units and writers; to call again does nothing.
+
+        Args:
+            on_lost: called with a unit's number and the reason when the unit is gone for good.
+            abandon: called with the name of a writer that is gone; refuses its later commits and returns the ids of
+                its blocks with live cells.
+        """
+
+    @abstractmethod
+    def placement(self) -> list[dict[str, Any]]:
+        """{"unit", "node", "alive"} of each unit; more entries where the backend knows more."""
+
+    @abstractmethod
+    async def export_blocks(self, unit: int, blocks: Sequence[tuple[str, Extent | None]], path: str) -> list[FileEntry]:
+        """Have a unit write blocks to a new file.
+
+        Raises:
+            StorageKeyNotFoundError: a block is not there any more.
+        """
+
+    @abstractmethod
+    async def import_blocks(self, unit: int, path: str, entries: Sequence[FileEntry]) -> dict[str, Extent | None]:
+        """Have a unit take in blocks from a file; returns where they are.
+
+        Raises:
+            CheckpointError: the file does not hold what the entries say.
+        """
 
 
 class StorageClient(ABC):
-    """A client's side of a backend. Methods may be awaited on any event loop."""
-
-    @property
-    @abstractmethod
-    def unit_count(self) -> int:
-        """Number of units; a block lives in one of them."""
+    """A process's side of a backend; usable from any thread and any event loop."""
 
     @abstractmethod
-    async def write(
-        self, unit: int, block_id: str, columns: dict[str, Column], parser: DataParser | None
-    ) -> dict[str, FieldHead] | None:
-        """See `StorageUnit.write`."""
+    async def write(self, block_id: str, columns: Mapping[str, Column], parser: DataParser | None) -> Written:
+        """Write a block to a unit of the backend's choice, one that is near.
+
+        Raises:
+            UnitGoneError: a unit was found to be gone; the next call takes another one.
+            QueueUnavailableError: there is no unit left.
+        """
 
     @abstractmethod
-    async def read(self, unit: int, block_ids: Sequence[str], cells: Cells) -> dict[str, Column] | None:
-        """See `StorageUnit.read`."""
+    async def read(self, blocks: Sequence[Place], cells: Cells) -> dict[str, Column] | None:
+        """One column a field: row i is row `cells[field][1][i]` of block `blocks[cells[field][0][i]]`.
+
+        None when a block is gone: it was overwritten or cleared after the reader had asked the controller.
+
+        Raises:
+            UnitGoneError: a unit that holds some of the cells is gone.
+        """
 
     @abstractmethod
     def discard(self, unit: int, block_id: str) -> None:
         """Free a block that was never committed, without waiting."""
 
+    def forget_unit(self, unit: int) -> None:
+        """The controller says that a unit is gone: write no more to it."""
 
-_BACKENDS: dict[str, tuple[Callable[..., StorageHost], Callable[..., StorageClient]]] = {}
+    @abstractmethod
+    def blocking(self) -> StorageClient:
+        """The same client with ports that block the thread, see `ports`."""
+
+    def close(self) -> None:
+        """The process leaves the table."""
 
 
-def register_storage_backend(name: str, host: Callable[..., StorageHost], client: Callable[..., StorageClient]) -> None:
+HostFactory = Callable[..., StorageHost]
+ClientFactory = Callable[..., StorageClient]
+
+_HOMES = {"SimpleStorage": "storage_simple", "Local": "storage_local"}
+_BACKENDS: dict[str, tuple[HostFactory, ClientFactory]] = {}
+
+
+def register_storage_backend(name: str, host: HostFactory, client: ClientFactory) -> None:
     """Add a backend for `transfer_queue.backend.storage_backend=name`.
 
     Args:
         name: the config value.
-        host: called as `host(config: dict, placements: list[str | None])` beside the controller.
-        client: called as `client(endpoint, timeout_s)` in each process.
+        host: called as `host(config: dict, placements: list[str | None])` beside the controller; `config` is the merged
+            `transfer_queue` config, of which `backend.<name>` belongs to the backend.
+        client: called as `client(endpoint, timeout_s, writer)` in each process; the ids of the blocks that it is given
+            to write begin with `writer`.
     """
     _BACKENDS[name] = (host, client)
 
 
-def storage_backend(name: str) -> tuple[Callable[..., StorageHost], Callable[..., StorageClient]]:
+def storage_backend(name: str) -> tuple[HostFactory, ClientFactory]:
     """Host and client factory of a backend; `ConfigError` for an unknown name."""
+    if name not in _BACKENDS and name in _HOMES:
+        import_module(f"rlflow.transfer_queue.{_HOMES[name]}")  # registers itself
     if name not in _BACKENDS:
-        raise ConfigError(
-            f"transfer_queue.backend.storage_backend={name!r} is not available here; try one of {', '.join(_BACKENDS)}"
-        )
+        known = ", ".join(dict.fromkeys([*_HOMES, *_BACKENDS]))
+        raise ConfigError(f"transfer_queue.backend.storage_backend={name!r} is not available here; try one of {known}")
     return _BACKENDS[name]
-
-
-# -- SimpleStorage: Ray actors ---------------------------------------------------------------------
-
-
-class SimpleStorageHost(StorageHost):
-    """Creates one Ray actor a unit. They belong to the controller's process and go when it goes."""
-
-    def __init__(self, config: dict[str, Any], placements: Sequence[str | None]) -> None:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        # num_cpus=0: the units move bytes and must not take a core from the scheduler's account.
-        unit_class = ray.remote(num_cpus=0, max_restarts=0)(StorageUnit)
-        # The session in the name keeps a new table's units apart from those of one that is just being torn down.
-        suffix = str(ray.get_runtime_context().get_actor_id())[:12]
-        self._timeout_s = float(config["rpc_timeout_s"])
-        self._units: list[Any] = []
-        for number, node_id in enumerate(placements):
-            options: dict[str, Any] = {"name": f"TransferQueueStorageUnit#{number}@{suffix}"}
-            if node_id is not None:
-                options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
-            self._units.append(unit_class.options(**options).remote())
-
-    @property
-    def endpoint(self) -> Any:
-        return self._units
-
-    def free(self, garbage: Garbage) -> None:
-        for unit, blocks in garbage.items():
-            self._units[unit].free.remote(list(blocks))
-
-    async def stats(self) -> list[dict[str, int]]:
-        ports = [
-            RayPort(unit, f"TransferQueue storage unit {i}", self._timeout_s) for i, unit in enumerate(self._units)
-        ]
-        return await asyncio.gather(*(port.call("stats") for port in ports))
-
-
-class SimpleStorageClient(StorageClient):
-    """Talks to the unit actors."""
-
-    def __init__(self, endpoint: Sequence[Any], timeout_s: float) -> None:
-        self._units = [
-            RayPort(handle, f"TransferQueue storage unit {number}", timeout_s) for number, handle in enumerate(endpoint)
-        ]
-
-    @property
-    def unit_count(self) -> int:
-        return len(self._units)
-
-    async def write(
-        self, unit: int, block_id: str, columns: dict[str, Column], parser: DataParser | None
-    ) -> dict[str, FieldHead] | None:
-        return await self._units[unit].call("write", block_id, columns, parser)
-
-    async def read(self, unit: int, block_ids: Sequence[str], cells: Cells) -> dict[str, Column] | None:
-        return await self._units[unit].call("read", list(block_ids), cells)
-
-    def discard(self, unit: int, block_id: str) -> None:
-        self._units[unit].notify("free", [block_id])
-
-
-# -- Local: this process ---------------------------------------------------------------------------
-
-
-class LocalStorageHost(StorageHost):
-    """One unit in this process."""
-
-    def __init__(self, config: dict[str, Any], placements: Sequence[str | None]) -> None:
-        self._unit = StorageUnit()
-
-    @property
-    def endpoint(self) -> Any:
-        return self._unit
-
-    def free(self, garbage: Garbage) -> None:
-        for blocks in garbage.values():
-            self._unit.free(blocks)
-
-    async def stats(self) -> list[dict[str, int]]:
-        return [self._unit.stats()]
-
-
-class LocalStorageClient(StorageClient):
-    """Calls the unit directly. Single dict operations are atomic, so callers of several threads need no lock."""
-
-    def __init__(self, endpoint: StorageUnit, timeout_s: float) -> None:
-        self._unit = endpoint
-
-    @property
-    def unit_count(self) -> int:
-        return 1
-
-    async def write(
-        self, unit: int, block_id: str, columns: dict[str, Column], parser: DataParser | None
-    ) -> dict[str, FieldHead] | None:
-        return self._unit.write(block_id, columns, parser)
-
-    async def read(self, unit: int, block_ids: Sequence[str], cells: Cells) -> dict[str, Column] | None:
-        return self._unit.read(block_ids, cells)
-
-    def discard(self, unit: int, block_id: str) -> None:
-        self._unit.free([block_id])
-
-
-register_storage_backend("SimpleStorage", SimpleStorageHost, SimpleStorageClient)
-register_storage_backend("Local", LocalStorageHost, LocalStorageClient)

@@ -2,184 +2,110 @@
 
 Invariants
     - Each method checks first and changes afterwards: an error leaves the table as it was.
-    - A tag is never changed in place but replaced, so that a reply built from it can be serialised while writers go on.
+    - A tag is never changed in place but replaced, so that a reply or a snapshot may hold it while writers go on.
     - `garbage` holds the blocks without a live cell; whoever called a method frees them.
     - Finding what changed since a version costs as much as has changed, not as much as is held.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
-import numpy as np
-
-from rlflow.transfer_queue.column import FieldHead, row_shapes
+from rlflow.transfer_queue.capacity import Bounds
+from rlflow.transfer_queue.commit import BlockHead, PutReply
 from rlflow.transfer_queue.errors import (
-    CapacityError,
     DtypeConflictError,
-    MissingFieldError,
-    NotReadyError,
-    QueueArgumentError,
-    StorageKeyNotFoundError,
-    WatchGapError,
+    QueueUnavailableError,
+    StorageUnitLostError,
+    TagConflictError,
+    some,
 )
+from rlflow.transfer_queue.fields import compact_shapes, schema_of
+from rlflow.transfer_queue.locate import Location, locate
+from rlflow.transfer_queue.partition import Freed, Partition, common_fields
+from rlflow.transfer_queue.rows import Block, Extent, Row, writer_of
+from rlflow.transfer_queue.table_rows import RowNumbers
+from rlflow.transfer_queue.tags import Tag, TagBatch, check_names, pack_batch
 
-Tag = dict[str, Any]
-
-# Deletions that a watcher may lag behind before it must start anew: over a hundred steps of a large run.
-MAX_TOMBSTONES = 200_000
-
-
-# Where a storage backend keeps a block. The table only hands it on; plain values, so that a checkpoint can hold it.
-Extent = tuple[int, ...]
-
-
-@dataclass(slots=True)
-class BlockHead:
-    """What a put wrote: the commit that makes it visible.
-
-    Attributes:
-        unit: the storage unit that holds the block.
-        block_id: "{writer}:{number}", unique in the table.
-        fields: what each column is.
-        extent: where the backend keeps it; None when the id is enough to find it.
-    """
-
-    unit: int
-    block_id: str
-    fields: dict[str, FieldHead]
-    extent: Extent | None = None
+__all__ = ["BlockHead", "Extent", "Location", "PutReply", "Table", "Tag", "some"]
 
 
-@dataclass(slots=True)
-class _Block:
-    head: BlockHead
-    live: int  # cells of any field that are still in a row
-
-
-@dataclass(slots=True)
-class _Row:
-    index: int
-    tag: Tag = field(default_factory=dict)
-    cells: dict[str, tuple[_Block, int]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Field:
-    dtype: str
-    cells: int = 0
-    declared: int | None = None
-    # Smallest and largest row shape seen, by rank: tells the ragged dimension even when one batch does not show it.
-    span: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-
-    def observe(self, head: FieldHead) -> None:
-        if head.ragged is not None:
-            self.declared = head.ragged
-        shapes = head.shapes
-        if not shapes.size or shapes.min() < 0:
-            return
-        low, high = tuple(shapes.min(axis=0).tolist()), tuple(shapes.max(axis=0).tolist())
-        rank = shapes.shape[1]
-        if rank in self.span:
-            old_low, old_high = self.span[rank]
-            low = tuple(map(min, low, old_low))
-            high = tuple(map(max, high, old_high))
-        self.span[rank] = (low, high)
-
-    def ragged(self) -> int | None:
-        differing = [
-            axis
-            for low, high in self.span.values()
-            for axis, (a, b) in enumerate(zip(low, high, strict=True))
-            if a != b
-        ]
-        return differing[0] if len(differing) == 1 else self.declared
-
-
-@dataclass(slots=True)
-class _Partition:
-    rows: dict[str, _Row] = field(default_factory=dict)
-    fields: dict[str, _Field] = field(default_factory=dict)
-    consumed: dict[str, set[int]] = field(default_factory=dict)
-    version: int = 0
-    floor: int = 0  # changes up to this version may be forgotten
-    log: OrderedDict[str, int] = field(default_factory=OrderedDict)  # key -> version of its last change, oldest first
-    tombstones: deque[tuple[str, int]] = field(default_factory=deque)
-
-
-@dataclass(slots=True)
-class PutReply:
-    """Tags and common fields of the put's rows after the commit."""
-
-    tags: list[Tag]
-    fields: list[str]
-
-
-@dataclass(slots=True)
-class Location:
-    """Where the cells of a read are.
-
-    Attributes:
-        keys: the keys found, in the order asked for.
-        unknown: keys that do not exist (never with `strict`).
-        blocks: (storage unit, block id, extent).
-        cells: per field, for each key its number in `blocks` and its row in the block.
-        ragged: per field the ragged row dimension, where known.
-    """
-
-    keys: list[str]
-    unknown: list[str]
-    blocks: list[tuple[int, str, Extent | None]]
-    cells: dict[str, tuple[np.ndarray, np.ndarray]]
-    ragged: dict[str, int | None]
-
-
-def some(names: Sequence[str], limit: int = 4) -> str:
-    """The first few names of a list, for messages."""
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
-
-
-class Table:
+class Table(RowNumbers):
     """All partitions.
 
     Args:
-        capacity: rows that may be held at a time over all partitions; None for no limit.
+        bounds: what may be held at a time over all partitions.
     """
 
-    def __init__(self, capacity: int | None = None) -> None:
-        self.capacity = capacity
+    def __init__(self, bounds: Bounds | None = None) -> None:
+        self.bounds = bounds or Bounds()
         self.garbage: dict[int, list[str]] = {}
-        self._partitions: dict[str, _Partition] = {}
-        self._row_count = 0
-        self._next_index = 0
-        self._by_index: dict[int, tuple[str, str]] = {}
+        self.lost_units: dict[int, str] = {}  # storage unit -> why it is gone
+        self.row_count = 0
+        self._partitions: dict[str, Partition] = {}
+        self._by_index: dict[int, Row] = {}
+        self.next_index = 0
+        self.commits = 0
+        self._blocks: dict[str, dict[str, Block]] = {}  # by writer, then by id
+        self._abandoned: set[str] = set()
+
+    @classmethod
+    def restored(
+        cls, bounds: Bounds, partitions: Iterable[Partition], blocks: Iterable[Block], next_index: int, commits: int
+    ) -> Table:
+        """A table of these partitions, whose rows refer to these blocks."""
+        table = cls(bounds)
+        table.next_index, table.commits = next_index, commits
+        for partition in partitions:
+            table._partitions[partition.name] = partition
+            table._by_index.update({row.index: row for row in partition.rows.values()})
+            table.row_count += len(partition.rows)
+        for block in blocks:
+            table._register(block)
+        return table
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(partition.nbytes for partition in self._partitions.values())
 
     # -- writing -----------------------------------------------------------------------------------
 
     def rows_to_add(self, keys: Sequence[str], partition_id: str) -> int:
         """How many of the keys are new."""
         rows = self._rows(partition_id)
-        return sum(key not in rows for key in keys)
+        return len(keys) - sum(map(rows.__contains__, keys))
 
-    def has_room(self, count: int) -> bool:
-        """Whether `count` more rows fit."""
-        return self.capacity is None or self._row_count + count <= self.capacity
+    def has_room(self, keys: Sequence[str], partition_id: str, head: BlockHead | None) -> bool:
+        """Whether a put fits. Only new rows with fields can lack room.
 
-    def check_room(self, count: int, partition_id: str) -> None:
-        """`CapacityError` unless `count` more rows fit."""
-        if not self.has_room(count):
-            raise CapacityError(
-                f"{count} new rows for partition {partition_id!r} do not fit: the table holds {self._row_count} of at "
-                f"most {self.capacity} rows. Clear rows that are no longer needed (kv_clear), or raise "
-                "transfer_queue.backend.SimpleStorage.total_storage_size"
-            )
+        Tags and markers always fit, so that whoever has to make room is never kept from saying what it is doing.
+        """
+        if head is None:
+            return True
+        new = self.rows_to_add(keys, partition_id)
+        nbytes = 0 if self.bounds.nbytes is None else self.nbytes + head.nbytes
+        return not new or self.bounds.fit(self.row_count + new, nbytes)
 
-    def check_dtypes(self, partition_id: str, head: BlockHead) -> None:
-        """`DtypeConflictError` when a field of the block has another dtype in the partition."""
+    def check_room(self, keys: Sequence[str], partition_id: str, head: BlockHead | None) -> None:
+        """`CapacityError` unless a put fits."""
+        if not self.has_room(keys, partition_id, head):
+            assert head is not None, "a put without fields always fits"
+            held = {p.name: (len(p.rows), p.nbytes) for p in self._partitions.values()}
+            raise self.bounds.error(self.rows_to_add(keys, partition_id), head.nbytes, partition_id, held)
+
+    def check_head(self, partition_id: str, head: BlockHead) -> None:
+        """Raise if a block cannot become part of the table.
+
+        Raises:
+            DtypeConflictError: a field has another dtype in the partition.
+            StorageUnitLostError: the storage unit that holds the block is gone.
+            QueueUnavailableError: its writer was given up as dead.
+        """
         known = self._partitions[partition_id].fields if partition_id in self._partitions else {}
         for name, new in head.fields.items():
             if name in known and known[name].dtype != new.dtype:
@@ -188,108 +114,192 @@ class Table:
                     f"{new.dtype}. A field has one dtype: cast the values, or use another field name. Nothing of this "
                     "put was stored"
                 )
+        if head.unit in self.lost_units:
+            raise StorageUnitLostError(
+                f"storage unit {head.unit} ({self.lost_units[head.unit]}) was lost together with a block of fields "
+                f"{some([*head.fields])} for partition {partition_id!r} before it was committed. Put again"
+            )
+        if writer_of(head.block_id) in self._abandoned:
+            raise QueueUnavailableError(
+                f"the table has given up the writer of a put into partition {partition_id!r} as dead and freed what it "
+                "had written. If that process lives, it was stopped for long; end it, or let it connect anew (close)"
+            )
 
     def put(
-        self, keys: Sequence[str], partition_id: str, tags: Sequence[Tag] | None = None, head: BlockHead | None = None
+        self,
+        keys: Sequence[str],
+        partition_id: str,
+        tags: TagBatch | Sequence[Tag] | None = None,
+        head: BlockHead | None = None,
+        expect: Sequence[Tag] | None = None,
     ) -> PutReply:
         """Commit: create missing rows, place the block's cells, merge the tags.
 
+        `expect` names for each row tag entries that must be so before; an absent entry counts as None.
+
         Raises:
-            DtypeConflictError, CapacityError: nothing has changed then.
+            CapacityError, TagConflictError: nothing has changed then; also after any error of `check_head`.
         """
+        batch = tags if tags is None or isinstance(tags, TagBatch) else TagBatch.of(tags)
+        if batch is not None:
+            check_names(batch)
         if head is not None:
-            self.check_dtypes(partition_id, head)
-        self.check_room(self.rows_to_add(keys, partition_id), partition_id)
-        partition = self._partitions.setdefault(partition_id, _Partition())
-        rows, changed = [], []
-        for i, key in enumerate(keys):
-            row = partition.rows.get(key)
-            if row is None or tags is not None:
-                changed.append(key)
-            if row is None:
-                row = partition.rows[key] = _Row(self._next_index)
-                self._by_index[self._next_index] = (partition_id, key)
-                self._next_index += 1
-                self._row_count += 1
-            if tags is not None:
-                row.tag = {**row.tag, **tags[i]}
-            rows.append(row)
+            self.check_head(partition_id, head)
+            self.check_room(keys, partition_id, head)
+        if expect is not None:
+            self._check_expected(keys, partition_id, expect)
+        partition = self._partitions.setdefault(partition_id, Partition(partition_id))
+        partition.listed = True
+        rows, made = partition.find_or_make(keys, self.next_index)
+        self._by_index.update(zip(count(self.next_index), made, strict=False))
+        self.next_index += len(made)
+        self.row_count += len(made)
+        self.commits += 1
+        if batch is None:
+            differing = [number for number, row in enumerate(rows) if row.names]
+            changed = made
+        else:
+            differing = partition.merge_tags(rows, batch)
+            changed = rows
         if head is not None:
-            self._place(partition, rows, head)
-        self._touch(partition, changed)
-        return PutReply([row.tag for row in rows], sorted(_common_fields(rows)))
+            changed = self._place(partition, rows, changed, head)
+        partition.log.add(changed)
+        after = TagBatch([rows[i].names for i in differing], [rows[i].values for i in differing])
+        return PutReply(differing, pack_batch(after), sorted(common_fields(rows)))
 
-    def _place(self, partition: _Partition, rows: Sequence[_Row], head: BlockHead) -> None:
-        block = _Block(head, len(head.fields) * len(rows))
-        for name, new in head.fields.items():
-            known = partition.fields.setdefault(name, _Field(new.dtype))
-            known.observe(new)
-            known.cells += len(rows)
-        for place, row in enumerate(rows):
-            cell = (block, place)
-            for name in head.fields:
-                old = row.cells.get(name)
-                if old is not None:
-                    self._release(partition, name, old[0])
-                row.cells[name] = cell
+    def _place(self, partition: Partition, rows: list[Row], changed: list[Row], head: BlockHead) -> list[Row]:
+        """Commit a block; returns the rows that the put has changed."""
+        block = Block(
+            head.unit,
+            head.block_id,
+            head.extent,
+            head.nbytes,
+            schema_of(head.fields),
+            compact_shapes(head.fields),
+            sys.intern(head.writer),
+            time.time(),
+            self.commits,
+        )
+        self._register(block)
+        freed, recovered = partition.place(rows, block)
+        for name, column in head.fields.items():
+            partition.fields[name].observe(column)
+        self._discard(freed)
+        if not recovered or len(changed) == len(rows):
+            return changed
+        return list({row.key: row for row in (*changed, *recovered)}.values())
 
-    def _release(self, partition: _Partition, name: str, block: _Block) -> None:
-        known = partition.fields[name]
-        known.cells -= 1
-        if known.cells == 0:
-            del partition.fields[name]
-        block.live -= 1
-        if block.live == 0:
-            self.garbage.setdefault(block.head.unit, []).append(block.head.block_id)
+    def _register(self, block: Block) -> None:
+        self._blocks.setdefault(writer_of(block.block_id), {})[block.block_id] = block
+
+    def blocks(self) -> list[Block]:
+        """All blocks, oldest first."""
+        blocks = [block for of_writer in self._blocks.values() for block in of_writer.values()]
+        return sorted(blocks, key=lambda block: block.commit)
+
+    def _discard(self, freed: Freed) -> None:
+        for block in freed:
+            writer = writer_of(block.block_id)
+            blocks = self._blocks[writer]
+            del blocks[block.block_id]
+            if not blocks:
+                del self._blocks[writer]
+            self.garbage.setdefault(block.unit, []).append(block.block_id)
+
+    def _check_expected(self, keys: Sequence[str], partition_id: str, expect: Sequence[Tag]) -> None:
+        rows = self._rows(partition_id)
+        for key, entries in zip(keys, expect, strict=True):
+            tag = rows[key].tag if key in rows else {}
+            for name, value in entries.items():
+                if tag.get(name) != value:
+                    raise TagConflictError(
+                        f"tag entry {name!r} of key {key!r} in partition {partition_id!r} is {tag.get(name)!r}, not "
+                        f"{value!r} as expected; another process was faster. Nothing of this put was stored"
+                    )
 
     def clear(self, keys: Sequence[str], partition_id: str) -> int:
         """Delete rows whatever fields they have; unknown keys are ignored. Returns how many rows went."""
         partition = self._partitions.get(partition_id)
         if partition is None:
             return 0
-        gone = []
-        for key in keys:
-            row = partition.rows.pop(key, None)
-            if row is None:
-                continue
-            for name, (block, _) in row.cells.items():
-                self._release(partition, name, block)
+        gone, freed = partition.remove(keys)
+        self._discard(freed)
+        for row in gone:
             del self._by_index[row.index]
-            for consumed in partition.consumed.values():
-                consumed.discard(row.index)
-            gone.append(key)
-        self._row_count -= len(gone)
-        self._touch(partition, gone)
-        partition.tombstones.extend((key, partition.version) for key in gone)
-        self._forget_old_tombstones(partition)
+        self.row_count -= len(gone)
         return len(gone)
+
+    def drop(self, partition_id: str) -> int:
+        """Delete all rows and marks of a partition, and stop listing it until the next put; returns how many went.
+
+        Its versions go on, so that a watcher sees the deletions.
+        """
+        partition = self._partitions.get(partition_id)
+        if partition is None:
+            return 0
+        count = self.clear(list(partition.rows), partition_id)
+        partition.consumed.clear()
+        partition.listed = False
+        return count
+
+    def set_tags(self, keys: Sequence[str], partition_id: str, tags: Sequence[Tag]) -> None:
+        """Replace the tags of existing rows, where `put` merges."""
+        batch = TagBatch.of(tags)
+        check_names(batch)
+        rows = self._known(keys, partition_id)
+        self._partitions[partition_id].replace_tags(rows, batch)
 
     def take_garbage(self) -> dict[int, list[str]]:
         """Ids of the blocks to free, by storage unit; they are the caller's from now on."""
         garbage, self.garbage = self.garbage, {}
         return garbage
 
+    def take_over(self, former: Table) -> None:
+        """Replace a table of the same storage: know what it knew of units and writers, and go on with its numbers."""
+        self._abandoned = former._abandoned
+        self.next_index = max(self.next_index, former.next_index)
+        self.commits = max(self.commits, former.commits)
+        for unit, reason in former.lost_units.items():
+            self.lose_unit(unit, reason)
+
+    # -- lost storage and dead writers -------------------------------------------------------------
+
+    def lose_unit(self, unit: int, reason: str) -> list[str]:
+        """A storage unit is gone with all its blocks. Returns the partitions that have changed.
+
+        Each row concerned gets the tag entry `tq_lost` until the fields are put again or the row is cleared. A second
+        call for the same unit does nothing.
+        """
+        if unit in self.lost_units:
+            return []
+        self.lost_units[unit] = reason
+        self.garbage.pop(unit, None)
+        lost = {block for blocks in self._blocks.values() for block in blocks.values() if block.unit == unit}
+        changed = []
+        for partition in self._partitions.values():
+            before = partition.log.version
+            partition.lose(lost, unit)
+            if partition.log.version != before:
+                changed.append(partition.name)
+        for block in lost:
+            del self._blocks[writer_of(block.block_id)][block.block_id]
+        return changed
+
+    def abandon(self, writer: str) -> list[str]:
+        """Refuse what this writer may still want to commit; returns the ids of its live blocks."""
+        self._abandoned.add(writer)
+        return [*self._blocks.get(writer, ())]
+
     # -- changes -----------------------------------------------------------------------------------
-
-    def _touch(self, partition: _Partition, keys: Sequence[str]) -> None:
-        if not keys:
-            return
-        partition.version += 1
-        for key in keys:
-            partition.log[key] = partition.version
-            partition.log.move_to_end(key)
-
-    def _forget_old_tombstones(self, partition: _Partition) -> None:
-        while len(partition.tombstones) > MAX_TOMBSTONES:
-            key, version = partition.tombstones.popleft()
-            if partition.log.get(key) == version:
-                del partition.log[key]
-                partition.floor = version
 
     def version(self, partition_id: str) -> int:
         """Grows by one with each call that changed a key or a tag of the partition; 0 for an unknown one."""
         partition = self._partitions.get(partition_id)
-        return 0 if partition is None else partition.version
+        return 0 if partition is None else partition.log.version
+
+    def highest_version(self) -> int:
+        """The highest version of all partitions."""
+        return max((partition.log.version for partition in self._partitions.values()), default=0)
 
     def changes(self, partition_id: str, since_version: int) -> tuple[int, dict[str, Tag | None]]:
         """The current version and the tag of every key changed after `since_version`; None: the key was deleted.
@@ -299,25 +309,23 @@ class Table:
         Raises:
             WatchGapError: deletions after `since_version` are forgotten, or the version was never reached.
         """
-        partition = self._partitions.get(partition_id) or _Partition()
+        version, rows = self.changed_rows(partition_id, since_version)
+        return version, {row.key: row.tag if row.alive else None for row in rows}
+
+    def changed_rows(self, partition_id: str, since_version: int) -> tuple[int, Iterable[Row]]:
+        """As `changes`, with the rows themselves; a deleted one is not alive."""
+        partition = self.partition(partition_id)
         if since_version == 0:
-            return partition.version, {key: row.tag for key, row in partition.rows.items()}
-        if not partition.floor <= since_version <= partition.version:
-            raise WatchGapError(
-                f"the changes of partition {partition_id!r} since version {since_version} are not known (known: "
-                f"{partition.floor} to {partition.version}). Forget what you hold and watch again from version 0"
-            )
-        changed = []
-        for key in reversed(partition.log):
-            if partition.log[key] <= since_version:
-                break
-            changed.append(key)
-        rows = partition.rows
-        return partition.version, {key: rows[key].tag if key in rows else None for key in reversed(changed)}
+            return partition.log.version, partition.rows.values()
+        return partition.log.version, partition.log.since(since_version, partition_id)
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def _rows(self, partition_id: str) -> dict[str, _Row]:
+    def partition(self, partition_id: str) -> Partition:
+        """The partition of this name; an empty one that is not part of the table if there is none."""
+        return self._partitions.get(partition_id) or Partition(partition_id)
+
+    def _rows(self, partition_id: str) -> Mapping[str, Row]:
         partition = self._partitions.get(partition_id)
         return {} if partition is None else partition.rows
 
@@ -327,7 +335,7 @@ class Table:
         return {
             name: {key: row.tag for key, row in self._partitions[name].rows.items()}
             for name in wanted
-            if name in self._partitions
+            if name in self._partitions and self._partitions[name].listed
         }
 
     def locate(
@@ -345,128 +353,27 @@ class Table:
 
         Raises:
             StorageKeyNotFoundError, MissingFieldError: strict only.
+            StorageUnitLostError: strict only: a field was lost with its storage unit.
             QueueArgumentError: no key is known (not strict).
             NotReadyError: the rows share no field.
         """
-        known = self._rows(partition_id)
-        unknown = [key for key in keys if key not in known]
-        if unknown and strict:
-            raise StorageKeyNotFoundError(
-                f"partition {partition_id!r} has no key {some(unknown)} ({len(unknown)} of {len(keys)} requested keys "
-                "are unknown). They were never put, or cleared before this read"
-            )
-        if len(unknown) == len(keys):
-            raise QueueArgumentError(f"partition {partition_id!r} has none of the {len(keys)} requested keys")
-        found = [key for key in keys if key in known]
-        rows = [known[key] for key in found]
-        common = _common_fields(rows)
-        if select_fields is None:
-            wanted = sorted(common)
-        else:
-            wanted = [name for name in dict.fromkeys(select_fields) if name in common]
-            absent = [name for name in select_fields if name not in common and name not in missing_ok]
-            if absent and strict:
-                self._raise_missing(absent[0], found, rows, partition_id)
-        if not common and not (strict and select_fields is not None):
-            raise NotReadyError(
-                f"the {len(found)} requested rows of partition {partition_id!r} have no field in common (first row: "
-                f"{sorted(rows[0].cells) or 'only a tag'}); they are not ready to be read"
-            )
-        return self._locate_cells(partition_id, found, unknown, rows, wanted)
+        return locate(keys, self.partition(partition_id), select_fields, strict, missing_ok, self.lost_units)
 
-    def _raise_missing(self, name: str, keys: Sequence[str], rows: Sequence[_Row], partition_id: str) -> None:
-        lacking = [(key, row) for key, row in zip(keys, rows, strict=True) if name not in row.cells]
-        have = sorted(lacking[0][1].cells)
-        raise MissingFieldError(
-            f"field {name!r} is absent from {len(lacking)} of {len(keys)} requested rows of partition {partition_id!r} "
-            f"({some([key for key, _ in lacking])}); the first of them has {have or 'no fields'}. Put the field before "
-            "reading it, or name it in missing_ok if it is optional"
-        )
+    def lineage(
+        self, keys: Sequence[str], partition_id: str, fields: Sequence[str] | None
+    ) -> dict[str, dict[str, dict[str, Any]]]:
+        """{key: {field: {"writer", "time", "version"}}} of the fields that each row has, or of those of `fields`.
 
-    def _locate_cells(
-        self, partition_id: str, keys: list[str], unknown: list[str], rows: Sequence[_Row], names: Sequence[str]
-    ) -> Location:
-        blocks: list[tuple[int, str, Extent | None]] = []
-        number_of: dict[int, int] = {}
-        cells = {}
-        for name in names:
-            which, places = [], []
-            for row in rows:
-                block, place = row.cells[name]
-                number = number_of.get(id(block))
-                if number is None:
-                    number = number_of[id(block)] = len(blocks)
-                    blocks.append((block.head.unit, block.head.block_id, block.head.extent))
-                which.append(number)
-                places.append(place)
-            cells[name] = (np.array(which, np.int32), np.array(places, np.int32))
-        fields = self._partitions[partition_id].fields
-        return Location(keys, unknown, blocks, cells, {name: fields[name].ragged() for name in names})
-
-    # -- the columnar view -------------------------------------------------------------------------
-
-    def describe(self, keys: Sequence[str], partition_id: str) -> dict[str, Any]:
-        """Row numbers, tags and the shapes of the common fields of existing rows, for a `BatchMeta`."""
-        known = self._rows(partition_id)
-        unknown = [key for key in keys if key not in known]
-        if unknown:
-            raise StorageKeyNotFoundError(f"partition {partition_id!r} has no key {some(unknown)}")
-        rows = [known[key] for key in keys]
-        fields = {}
-        for name in sorted(_common_fields(rows)):
-            cells = [row.cells[name] for row in rows]
-            shapes = [row_shapes(block.head.fields[name].shapes[place : place + 1])[0] for block, place in cells]
-            fields[name] = (cells[0][0].head.fields[name].dtype, shapes)
-        return {"indexes": [row.index for row in rows], "tags": [row.tag for row in rows], "fields": fields}
-
-    def keys_of(self, indexes: Sequence[int]) -> list[tuple[str, str]]:
-        """(partition, key) of row numbers. Numbers are never reused, so a stale one is an error, not another row."""
-        unknown = [index for index in indexes if index not in self._by_index]
-        if unknown:
-            raise StorageKeyNotFoundError(f"no rows with the numbers {unknown[:8]}: cleared, or never there")
-        return [self._by_index[index] for index in indexes]
-
-    def partitions(self) -> list[str]:
-        """Names of all partitions, oldest first."""
-        return [*self._partitions]
-
-    # -- consumption and production ----------------------------------------------------------------
-
-    def production(self, fields: Sequence[str], partition_id: str) -> tuple[list[int], list[int]]:
-        """Row numbers of the partition, and 1 where all of `fields` are present."""
-        rows = self._rows(partition_id).values()
-        return [row.index for row in rows], [int(all(name in row.cells for name in fields)) for row in rows]
-
-    def consumption(self, task: str, partition_id: str) -> tuple[list[int], list[int]]:
-        """Row numbers of the partition, and 1 where `task` has consumed the row."""
-        partition = self._partitions.get(partition_id)
-        if partition is None:
-            return [], []
-        seen = partition.consumed.setdefault(task, set())
-        return [row.index for row in partition.rows.values()], [int(r.index in seen) for r in partition.rows.values()]
-
-    def consume(self, task: str, keys: Sequence[str], partition_id: str) -> None:
-        """Mark rows as consumed by `task`."""
-        known = self._rows(partition_id)
-        unknown = [key for key in keys if key not in known]
-        if unknown:
-            raise StorageKeyNotFoundError(f"partition {partition_id!r} has no key {some(unknown)} to mark as consumed")
-        self._partitions[partition_id].consumed.setdefault(task, set()).update(known[key].index for key in keys)
-
-    def reset_consumption(self, partition_id: str, task: str | None = None) -> bool:
-        """Clear the marks of one task, or of all; False when there is no such partition."""
-        partition = self._partitions.get(partition_id)
-        if partition is None:
-            return False
-        for name in list(partition.consumed) if task is None else [task]:
-            partition.consumed.pop(name, None)
-        return True
-
-
-def _common_fields(rows: Sequence[_Row]) -> set[str]:
-    common: set[str] | None = None
-    for row in rows:
-        common = set(row.cells) if common is None else common & row.cells.keys()
-        if not common:
-            return set()
-    return common or set()
+        Raises:
+            StorageKeyNotFoundError: an unknown key.
+        """
+        result: dict[str, dict[str, dict[str, Any]]] = {}
+        records: dict[Block, dict[str, Any]] = {}
+        for row in self._known(keys, partition_id):
+            of_row = result[row.key] = {}
+            for name in sorted(row.fields if fields is None else row.fields.intersection(fields)):
+                block, _ = row.cell(name)
+                if block not in records:
+                    records[block] = {"writer": block.writer, "time": block.written, "version": block.commit}
+                of_row[name] = records[block]
+        return result

@@ -77,6 +77,21 @@ def nested_from_values(values: Tensor, lengths: Tensor | Sequence[int], ragged: 
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged, min_seqlen=low, max_seqlen=high)
 
 
+def jagged_view(values: Tensor, offsets: Tensor, ragged: int, low: int, high: int) -> Tensor:
+    """A jagged tensor of known parts, made as torch makes results of its own; a third of the public way's cost.
+
+    Args:
+        values: the rows one after the other along dimension `ragged - 1`.
+        offsets: int64 [N + 1], where rows begin and end; the result keeps this very tensor.
+        ragged: the ragged dimension of the result, counted with the batch dimension.
+        low, high: shortest and longest row.
+    """
+    from torch.nested._internal.nested_tensor import NestedTensor, _store_val_in_tensor
+
+    lengths = {"min_seqlen": _store_val_in_tensor(low), "max_seqlen": _store_val_in_tensor(high)}
+    return NestedTensor(values, offsets, _metadata_cache=lengths, _ragged_idx=ragged)
+
+
 def nested_from_list(rows: Sequence[Tensor], ragged: int | None = None) -> Tensor:
     """Join rows, each without a batch dimension, into one jagged tensor.
 
@@ -184,13 +199,14 @@ def concat_nested_tensors(tensors: Sequence[Tensor]) -> Tensor:
     return nested_from_values(values, torch.cat([nested_lengths(tensor) for tensor in tensors]), ragged)
 
 
-def nested_to_padded(tensor: Tensor, pad: float = 0.0, width: int | None = None) -> Tensor:
+def nested_to_padded(tensor: Tensor, pad: float = 0.0, width: int | None = None, *, left: bool = False) -> Tensor:
     """[N, j, ...] -> dense [N, width, ...], rows at the left and `pad` behind them ([N, D, j] -> [N, D, width]).
 
     Args:
         tensor: a jagged tensor.
         pad: value behind the rows.
         width: None: the longest row.
+        left: rows at the right, `pad` before them.
 
     Raises:
         ContractError: a row is longer than `width`; nothing is ever cut off.
@@ -204,7 +220,8 @@ def nested_to_padded(tensor: Tensor, pad: float = 0.0, width: int | None = None)
     values = nested_values(tensor).movedim(ragged - 1, 0)
     dense = values.new_full((lengths.numel(), width, *values.shape[1:]), pad)
     # Three times as fast as assignment by a bool index, which first makes a list of all positions.
-    dense = dense.masked_scatter(_entries(lengths, width, dense), values)
+    entries = _entries(lengths, width, dense)
+    dense = dense.masked_scatter(entries.flip(1) if left else entries, values)
     return dense.movedim(1, ragged)
 
 

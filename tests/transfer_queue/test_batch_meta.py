@@ -166,3 +166,63 @@ def test_empty_and_wrong_lengths():
 
 def _scalar(dtype: torch.dtype) -> dict:
     return {"dtype": dtype, "shape": (1,), "is_nested": False, "is_non_tensor": False}
+
+
+@st.composite
+def columns(draw: st.DrawFn) -> TensorDict:
+    size = draw(st.integers(1, 4))
+    shapes = st.lists(st.integers(0, 3), max_size=2)
+    fields: dict = {}
+    for name in draw(st.lists(st.sampled_from(["a", "b", "c"]), unique=True, min_size=1)):
+        kind = draw(st.sampled_from(["dense", "jagged", "objects"]))
+        if kind == "dense":
+            fields[name] = torch.zeros(size, *draw(shapes), dtype=draw(st.sampled_from([torch.int64, torch.bool])))
+        elif kind == "jagged":
+            rows = [torch.zeros(draw(st.integers(0, 4)), 2) for _ in range(size)]
+            fields[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        else:
+            fields[name] = NonTensorStack(*[str(i) for i in range(size)])
+    return TensorDict(fields, batch_size=[size])
+
+
+@given(columns())
+def test_the_schema_of_data_says_the_shape_of_every_row(data):
+    schema = extract_field_schema(data)
+    meta = BatchMeta(range(len(data)), ["t"] * len(data), schema)
+    assert set(schema) == set(data.keys())
+    for name in schema:
+        value = data.get(name)
+        if not isinstance(value, torch.Tensor):
+            assert meta.get_shapes(name) == [None] * len(data)
+            assert meta.get_dtypes(name) == [None] * len(data)
+            continue
+        assert meta.get_dtypes(name) == [value.dtype] * len(data)
+        assert meta.get_shapes(name) == [tuple(row.shape) or (1,) for row in value.unbind()]
+
+
+@given(columns(), st.data())
+def test_schemas_of_parts_join_to_the_schema_of_the_whole(data, draw):
+    meta = BatchMeta(range(len(data)), ["t"] * len(data)).add_fields(data)
+    cut = draw.draw(st.integers(0, len(data)))
+    joined = BatchMeta.concat([meta[:cut], meta[cut:]])
+    assert [joined.get_shapes(name) for name in joined.field_names] == [meta.get_shapes(n) for n in meta.field_names]
+    assert joined.is_ready
+
+
+@given(batches(), batches())
+def test_union_laws(meta, other):
+    assert meta.union(meta) == meta
+    other = BatchMeta(
+        meta.global_indexes, meta.partition_ids, {"extra": _scalar(torch.bool)}, extra_info=other.extra_info
+    )
+    both = meta.union(other)
+    assert both.field_names == sorted({*meta.field_names, "extra"})
+    assert both.select_fields(meta.field_names).field_schema == meta.field_schema
+    assert not both.production_status.any()
+
+
+@given(batches(), st.data())
+def test_selecting_twice_is_selecting_once(meta, draw):
+    first = draw.draw(st.lists(st.integers(0, max(meta.size - 1, 0)), max_size=6)) if meta.size else []
+    second = draw.draw(st.lists(st.integers(0, max(len(first) - 1, 0)), max_size=6)) if first else []
+    assert meta.select_samples(first).select_samples(second) == meta.select_samples([first[i] for i in second])

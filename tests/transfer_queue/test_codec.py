@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from rlflow.transfer_queue.block import BlockView, Draft, gather, runs_of
 from rlflow.transfer_queue.codec import (
     apply_parser,
     decode_batch,
@@ -19,9 +20,17 @@ from rlflow.transfer_queue.codec import (
     encode_column,
     encode_row,
 )
-from rlflow.transfer_queue.column import gather, scatter
+from rlflow.transfer_queue.column import Column
 from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError
 from rlflow.transfer_queue.objects import pack, unpack
+
+
+def stored(columns: list[Column], which: np.ndarray | None = None, places: np.ndarray | None = None) -> Column:
+    """Rows of columns that were written as one block each; without numbers row 0 of each."""
+    blocks = [BlockView(Draft({"x": column}).to_array()) for column in columns]
+    which = np.arange(len(columns)) if which is None else which
+    return gather(blocks, "x", runs_of(which, np.zeros(len(which), np.int64) if places is None else places))
+
 
 plain = st.recursive(
     st.none()
@@ -105,7 +114,7 @@ DTYPES = [
 def test_ragged_rows_of_any_dtype_round_trip_as_jagged(dtype, lengths, inner):
     rows = [torch.randint(0, 2, (n, *inner)).to(dtype) for n in lengths]
     columns = [encode_row({"x": row})["x"] for row in rows]
-    column = gather(columns, np.arange(len(rows)), np.zeros(len(rows), np.int64))
+    column = stored(columns)
     back = decode_column(column, {})
     assert back.layout == torch.jagged
     assert back.dtype == dtype
@@ -124,7 +133,7 @@ def test_rows_ragged_in_the_last_dimension_round_trip(lengths, as_nested):
         column = encode_column("position_ids", data, len(rows))
     else:
         columns = [encode_row({"x": row})["x"] for row in rows]
-        column = gather(columns, np.arange(len(rows)), np.zeros(len(rows), np.int64))
+        column = stored(columns)
         column.ragged = 1  # what the table knows once two rows have differed
     back = decode_column(column, {})
     assert back._ragged_idx == 2
@@ -136,7 +145,7 @@ def test_rows_that_fit_no_layout_come_back_one_by_one():
     columns = [
         encode_row({"x": row})["x"] for row in (torch.ones(2, 3), torch.ones(3, 2), torch.ones(4), torch.tensor(1.0))
     ]
-    column = gather(columns, np.arange(4), np.zeros(4, np.int64))
+    column = stored(columns)
     back = decode_column(column, {})
     assert isinstance(back, NonTensorStack)
     assert [tuple(row.shape) for row in back.tolist()] == [(2, 3), (3, 2), (4,), ()]
@@ -181,20 +190,6 @@ def test_jagged_views_are_stored_without_what_they_hide():
 def test_a_tensor_on_the_autograd_tape_is_stored_by_value():
     column = encode_column("x", torch.ones(2, 2, requires_grad=True) * 2, 2)
     assert decode_column(column, {}).values().tolist() == [2, 2, 2, 2]
-
-
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.data())
-def test_scatter_undoes_a_split_by_rows(lengths, data):
-    rows = [torch.arange(n) + 10 * i for i, n in enumerate(lengths)]
-    whole = encode_column("x", torch.nested.as_nested_tensor(rows, layout=torch.jagged), len(rows))
-    owner = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows))))
-    parts = []
-    for unit in np.unique(owner):
-        places = np.flatnonzero(owner == unit)
-        parts.append((places, gather([whole], np.zeros(len(places), np.int64), places)))
-    back = scatter(parts, len(rows))
-    assert np.array_equal(back.data, whole.data)
-    assert np.array_equal(back.sizes, whole.sizes)
 
 
 def test_wrong_sizes_and_kinds_are_refused():

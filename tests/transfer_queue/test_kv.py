@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import numpy as np
@@ -249,52 +248,3 @@ def test_a_data_parser_runs_in_storage(partition):
     got = tq.kv_batch_get(["a", "b"], partition)
     assert got["x"].offsets().diff().tolist() == [2, 4]
     assert got.get("text").tolist() == ["A", "B"]
-
-
-def test_columnar_view(partition):
-    asyncio.run(columnar_view(partition))
-
-
-async def columnar_view(partition):
-    client = tq.get_client()
-    tq.kv_batch_put(
-        ["a", "b"], partition, batch(x=jagged([1.0], [2.0, 3.0]), n=torch.arange(2)), tags=[{"s": 1}, {"s": 2}]
-    )
-    meta = await client.async_kv_retrieve_meta(["b", "a"], partition)
-    assert meta.is_ready
-    assert meta.get_shapes("x") == [(2,), (1,)]
-    assert meta.get_dtypes("n") == [torch.int64, torch.int64]
-    assert meta.get_shapes("n") == [(1,), (1,)]
-    assert meta.custom_meta == [{"s": 2}, {"s": 1}]
-    assert (await client.async_get_data(meta))["n"].tolist() == [1, 0]
-    assert await client.async_kv_retrieve_keys(meta.global_indexes, partition) == ["b", "a"]
-    with pytest.raises(KeyError):
-        await client.async_kv_retrieve_meta(["new"], partition)
-    created = await client.async_kv_retrieve_meta(["new"], partition, create=True)
-    assert not created.is_ready
-    assert partition in await client.async_get_partition_list()
-    tq.kv_clear("a", partition)
-    with pytest.raises(tq.StorageKeyNotFoundError):
-        await client.async_get_data(meta)
-
-
-def test_marks_of_consumers(partition):
-    asyncio.run(marks_of_consumers(partition))
-
-
-async def marks_of_consumers(partition):
-    client = tq.get_client()
-    assert not await client.async_check_consumption_status("update", partition)
-    tq.kv_batch_put(["a", "b"], partition, batch(x=torch.arange(2)))
-    tq.kv_put("marker", partition, tag={})
-    indexes, status = await client.async_get_production_status(["x"], partition)
-    assert len(indexes) == 3
-    assert status.tolist() == [1, 1, 0]
-    await client.async_mark_consumed("update", ["a"], partition)
-    assert (await client.async_get_consumption_status("update", partition))[1].tolist() == [1, 0, 0]
-    assert (await client.async_get_consumption_status("other", partition))[1].tolist() == [0, 0, 0]
-    await client.async_mark_consumed("update", ["b", "marker"], partition)
-    assert await client.async_check_consumption_status("update", partition)
-    assert await client.async_reset_consumption(partition, "update")
-    assert not await client.async_check_consumption_status("update", partition)
-    assert not await client.async_reset_consumption("no such partition")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -36,6 +37,14 @@ class OtherProcess:
 
     def init(self, conf: dict | None) -> object:
         return tq.init(conf)
+
+    def save(self, folder: str) -> str:
+        tq.kv_list()  # attaches
+        try:
+            tq.save_checkpoint(folder)
+        except RuntimeError:
+            return "RuntimeError"
+        return "none"
 
     def error_of(self, partition: str, since: int) -> str:
         try:
@@ -77,6 +86,22 @@ def test_another_process_attaches_by_itself_and_may_leave(ray_table, other):
     assert get(other.sum.remote("mine", "train")) == 6  # attaches again
     get(other.leave.remote())
     assert tq.kv_list("train")["train"].keys() == {"mine", "theirs"}
+
+
+def test_the_writer_of_a_field_is_named_across_processes(ray_table, other):
+    get(other.put.remote("a", "train"))
+    tq.kv_put("b", "train", {"x": torch.ones(3)})
+    lineage = tq.kv_lineage(["a", "b"], "train")
+    theirs, mine = lineage["a"]["x"]["writer"], lineage["b"]["x"]["writer"]
+    assert f"pid {os.getpid()} on " in mine
+    assert theirs.startswith("actor pid ")
+    assert f"pid {os.getpid()} on " not in theirs
+    assert theirs.split(" on ")[1] == mine.split(" on ")[1]
+
+
+def test_only_the_owner_saves_a_checkpoint(ray_table, other, tmp_path):
+    assert get(other.save.remote(str(tmp_path / "c"))) == "RuntimeError"
+    assert not (tmp_path / "c").exists()
 
 
 def test_an_async_actor_attaches_by_itself(ray_table, other):
@@ -147,13 +172,19 @@ def test_init_after_an_unnoticed_death_creates_a_new_table(ray_table):
 
 def test_a_dead_storage_unit_is_named(ray_table):
     tq.kv_put("a", "train", {"x": torch.ones(1)})
-    for port in tq.get_client()._storage._units:
+    for port in tq.get_client()._storage._ports:
         ray.kill(port.handle)
-    with pytest.raises(tq.QueueUnavailableError, match="storage unit"):
+        # A killed actor may still answer for a moment.
+        with pytest.raises(ray.exceptions.RayActorError):
+            for _ in range(1000):
+                get(port.handle.stats.remote())
+    with pytest.raises(tq.StorageUnitLostError, match="storage unit"):
         tq.kv_batch_get("a", "train")
+    with pytest.raises(tq.QueueUnavailableError, match="storage units"):
+        tq.kv_put("b", "train", {"x": torch.ones(1)})
     # The owner still holds the table: it can look, and end it.
     tq.kv_put("a", "train", tag={"seen": True})
-    assert tq.kv_list("train") == {"train": {"a": {"seen": True}}}
+    assert tq.kv_list("train") == {"train": {"a": {"seen": True, "tq_lost": ["x"]}}}
     tq.close()
     tq.init()
     assert tq.kv_list() == {}
@@ -197,34 +228,6 @@ def test_memory_is_freed_with_the_rows(ray_table):
     assert held() == 6
     tq.kv_clear([f"k{i}" for i in range(6)], "train")
     assert held() == 0
-
-
-def test_a_full_table_waits_for_room_and_then_says_so(ray_cluster):
-    tq.close()
-    tq.init({"capacity_wait_s": 20.0, "backend": {"SimpleStorage": {"total_storage_size": 2}}})
-
-    async def scenario() -> None:
-        await tq.async_kv_batch_put(["a", "b"], "train", tags=[{}, {}])
-        await tq.async_kv_put("a", "train", tag={"old rows": "need no room"})
-        waiting = asyncio.create_task(tq.async_kv_put("c", "train", tag={}))
-        await asyncio.sleep(0)  # lets the task send its call
-        await tq.async_kv_list()  # served after that call has arrived
-        assert not waiting.done()
-        await tq.async_kv_clear("a", "train")
-        await asyncio.wait_for(waiting, 10)
-
-    asyncio.run(scenario())
-    assert tq.kv_list()["train"].keys() == {"b", "c"}
-    with pytest.raises(
-        tq.CapacityError, match=r"3 new rows for partition 'val'.*holds 2 of at most 2.*total_storage_size"
-    ):
-        tq.kv_batch_put(["d", "e", "f"], "val", tags=[{}] * 3)
-    tq.close()
-    tq.init({"capacity_wait_s": 0.1, "backend": {"SimpleStorage": {"total_storage_size": 1}}})
-    tq.kv_put("a", "train", tag={})
-    with pytest.raises(tq.CapacityError):
-        tq.kv_put("b", "train", tag={})
-    tq.close()
 
 
 def test_without_a_table_a_call_says_what_to_do(ray_cluster):

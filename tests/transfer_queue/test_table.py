@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.transfer_queue import table as table_module
+from rlflow.transfer_queue import changes as changes_module
+from rlflow.transfer_queue.capacity import Bounds
 from rlflow.transfer_queue.column import FieldHead
 from rlflow.transfer_queue.errors import CapacityError, DtypeConflictError, StorageKeyNotFoundError, WatchGapError
 from rlflow.transfer_queue.table import BlockHead, Table
@@ -78,7 +79,7 @@ def test_only_changes_of_keys_and_tags_count():
 
 
 def test_a_watcher_that_is_too_far_behind_is_told_so(monkeypatch):
-    monkeypatch.setattr(table_module, "MAX_TOMBSTONES", 2)
+    monkeypatch.setattr(changes_module, "MAX_TOMBSTONES", 2)
     table = Table()
     table.put(list("abcd"), "p", [{}] * 4)
     version, _ = table.changes("p", 0)
@@ -93,13 +94,13 @@ def test_a_watcher_that_is_too_far_behind_is_told_so(monkeypatch):
 
 
 def test_a_refused_put_changes_nothing():
-    table = Table(capacity=2)
+    table = Table(Bounds(rows=2))
     table.put(["a"], "p", [{"s": 1}], block("b1", [(2,)]))
     before = table.changes("p", 0)
     with pytest.raises(DtypeConflictError, match=r"field 'x' of partition 'p' holds float32, the put offers int64"):
         table.put(["a", "new"], "p", [{"s": 2}, {}], block("b2", [(2,), (2,)], dtype="int64"))
     with pytest.raises(CapacityError, match="total_storage_size"):
-        table.put(["b", "c"], "p", [{}, {}])
+        table.put(["b", "c"], "p", None, block("b3", [(2,), (2,)]))
     assert table.changes("p", 0) == before
     assert table.take_garbage() == {}
 
@@ -122,10 +123,10 @@ def test_the_ragged_dimension_is_learnt_from_all_rows_of_a_field():
 def test_row_numbers_are_never_reused():
     table = Table()
     table.put(["a"], "p", [{}])
-    first = table.describe(["a"], "p")["indexes"]
+    first = table.indexes("p", ["a"])
     table.clear(["a"], "p")
     table.put(["a"], "p", [{}])
-    assert table.describe(["a"], "p")["indexes"] != first
+    assert table.indexes("p", ["a"]) != first
     with pytest.raises(StorageKeyNotFoundError, match="cleared"):
         table.keys_of(first)
 
@@ -134,4 +135,4 @@ def test_replies_are_snapshots():
     table = Table()
     reply = table.put(["a"], "p", [{"s": 1}])
     table.put(["a"], "p", [{"s": 2}])
-    assert reply.tags == [{"s": 1}]
+    assert reply.merged([{"s": 1}]) == [{"s": 1}]
