@@ -27,8 +27,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     results = tmp_path_factory.mktemp("two_nodes") / "results.json"
     env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
     env.pop("RAY_ADDRESS", None)
-    # Ray notes in its temporary folder which cluster was started last, and connects other processes to it. The path of a
-    # socket in that folder has to stay short.
+    # Ray notes in its temporary folder which cluster was started last, and connects other processes to it. The path of
+    # a socket in that folder has to stay short.
     env["RAY_TMPDIR"] = folder = tempfile.mkdtemp(prefix="tq2n")
     process = subprocess.Popen([sys.executable, str(SCRIPT), str(results)], env=env, start_new_session=True)
     try:
