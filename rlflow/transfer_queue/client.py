@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlflow.transfer_queue.arguments import check_keys, check_partition, check_select
-from rlflow.transfer_queue.column import OBJECT, Column, heads_of
+from rlflow.transfer_queue.column import Column, heads_of
 from rlflow.transfer_queue.commit import BlockHead
 from rlflow.transfer_queue.errors import (
     QueueArgumentError,
@@ -216,7 +216,7 @@ class TransferQueueClient(LowLevelCalls):
         if not columns and not self.strict:
             logger.warning("none of the selected fields %s is present on all requested rows; empty result", selected)
             size = 0
-        count = sum(column.data.nbytes for column in columns.values() if column.dtype != OBJECT)
+        count = sum(column.data.nbytes for column in columns.values())
         return await offload(self.controller, count, decode_batch, columns, size, layout or JAGGED)
 
     async def _read(self, location: Location) -> dict[str, Column] | None:
@@ -312,5 +312,10 @@ class TransferQueueClient(LowLevelCalls):
         return await self.controller.call("load_checkpoint", folder, extra_s=extra_s)
 
     async def async_stats(self) -> dict[str, Any]:
-        """{"rows": {partition: count}, "units": [{"blocks", "bytes"} of each storage unit]}."""
+        """{"rows": {partition: count}, "units": [for each storage unit, in bytes unless said otherwise]}.
+
+        A unit has `blocks` (a number) and their `bytes`, as far as they hold cells of rows; `segment_bytes` of shared
+        memory, of these `free_bytes` not in use and `pinned_bytes` freed but still looked at; and `private_bytes` of
+        blocks beside shared memory.
+        """
         return await self.controller.call("stats")
