@@ -1,7 +1,7 @@
 """The segments of one storage unit: who writes where, what lives there, and what is used anew.
 
 ```
-free --lease--> lent to a writer --seal--> sealed --last block freed--> retired, if nobody has views --> free --> trimmed
+free --lease--> lent to a writer --seal--> sealed --last block freed, last view ended--> free --idle--> given back
 ```
 
 A writer is a client of the same machine, which fills its segment without asking, or the unit itself, for blocks that
@@ -30,7 +30,7 @@ from rlflow.transfer_queue.segment import HEADER_BYTES, Segment
 logger = logging.getLogger(__name__)
 
 # (number of the segment's open file in the unit's process, serial of the use, place in the file, bytes)
-Extent = tuple[int, int, int, int]
+Extent = tuple[int, ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,7 +73,7 @@ class Arena:
         self._serials = 0
         self._own: Cursor | None = None
         self._own_blocks: dict[str, None] = {}
-        self._refused = False
+        self._told = False
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -100,16 +100,18 @@ class Arena:
         if self._limit is not None:
             self._trim_to(self._limit - nbytes)
             if self._bytes() + nbytes > self._limit:
-                return self._refuse(f"the limit of {self._limit} bytes is reached")
+                self._tell(f"the limit of {self._limit} bytes is reached")
+                return None
         self._numbers += 1
         try:
             return Segment(self._nonce, self._numbers, nbytes)
         except (OSError, AttributeError) as error:  # AttributeError: a system without memfd
-            return self._refuse(str(error))
+            self._tell(str(error))
+            return None
 
-    def _refuse(self, why: str) -> None:
-        if not self._refused:
-            self._refused = True
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            self._told = True
             logger.warning("no more shared memory for the table (%s); further data goes through messages", why)
 
     def write(self, block_id: str, nbytes: int) -> tuple[Extent, np.ndarray] | None:
@@ -123,7 +125,7 @@ class Arena:
                 self._own = Cursor(lease)
             extent = self._own.take(nbytes)
             self._own_blocks[block_id] = None
-            return extent, self._held[self._own.lease.serial].segment.bytes_at(*extent[2:])
+            return extent, self._held[self._own.lease.serial].segment.bytes_at(extent[2], nbytes)
 
     def _seal_own(self) -> None:
         if self._own is not None:

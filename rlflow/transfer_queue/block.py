@@ -99,10 +99,10 @@ class BlockView:
     __slots__ = ("_body", "_data", "_fields", "_tables")
 
     def __init__(self, data: np.ndarray) -> None:
-        magic, length = _PREFIX.unpack_from(data)
+        magic, length = _PREFIX.unpack_from(data.data)
         if magic != _MAGIC:
             raise TransferQueueError(f"no block of the table begins with {magic!r}; the storage is damaged")
-        entries = msgpack.unpackb(memoryview(data)[_PREFIX.size : _PREFIX.size + length])
+        entries = msgpack.unpackb(data.data[_PREFIX.size : _PREFIX.size + length])
         self._data = data
         self._body = aligned(_PREFIX.size + length)
         self._fields = {entry[0]: _Entry(*entry[1:]) for entry in entries}

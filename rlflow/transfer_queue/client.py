@@ -1,8 +1,8 @@
 """The client: what a process needs to put and get. One per process, usable from any thread and any event loop.
 
 A put is `encode -> write block -> commit`, a get `locate -> read -> decode`: one call to the controller each. Where the
-storage is not in shared memory of this machine, there is one more to each storage unit involved. Blocks never change, so
-a get that loses a race with a writer finds its block gone and asks again; it never sees half of a put.
+storage is not in shared memory of this machine, there is one more to each storage unit involved. Blocks never change,
+so a get that loses a race with a writer finds its block gone and asks again; it never sees half of a put.
 
 Everything is written as coroutines. `direct` is a twin whose ports block the thread: the sync forms drive the same
 coroutines on it, see `ports`.
@@ -314,4 +314,3 @@ class TransferQueueClient(LowLevelCalls):
     async def async_stats(self) -> dict[str, Any]:
         """{"rows": {partition: count}, "units": [{"blocks", "bytes"} of each storage unit]}."""
         return await self.controller.call("stats")
-

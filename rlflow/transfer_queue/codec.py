@@ -27,7 +27,7 @@ from torch import Tensor
 from rlflow.transfer_queue.column import OBJECT, Column, bounds_of, row_shapes, uniform_column
 from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError
 from rlflow.transfer_queue.objects import pack, unpack
-from rlflow.utils.nested import compact, nested_to_padded, ragged_dim
+from rlflow.utils.nested import compact, jagged_view, nested_to_padded, ragged_dim
 from rlflow.utils.tensordict_utils import make_stack
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -174,12 +174,14 @@ class Layout:
 
 
 JAGGED = Layout()
+# Offsets of a batch by what tells them apart: number and length of the rows, or all lengths as bytes.
+Offsets = dict[tuple[int, int] | bytes, Tensor]
 
 
 def decode_batch(columns: Mapping[str, Column], size: int, layout: Layout = JAGGED) -> TensorDict:
     """The TensorDict of `size` rows; nobody else sees the memory of its tensors."""
-    offsets: dict[bytes, Tensor] = {}
-    fields: dict[str, Any] = {}
+    offsets: Offsets = {}
+    fields: dict[Any, Any] = {}
     for name, column in columns.items():
         if layout.kind == "list":
             fields[name] = make_stack(decode_rows(column))
@@ -188,13 +190,14 @@ def decode_batch(columns: Mapping[str, Column], size: int, layout: Layout = JAGG
         if layout.kind == "padded" and isinstance(value, Tensor) and value.is_nested:
             value = nested_to_padded(value, layout.value_for(name), left=layout.padding_side == "left")
         fields[name] = value
-    return TensorDict(fields, batch_size=[size])
+    # The constructor looks at every value again, which costs more than all that was done here.
+    return TensorDict._new_unsafe(fields, batch_size=torch.Size([size]))
 
 
 def decode_rows(column: Column) -> list[Any]:
     """The rows of a column one by one: tensors or objects."""
     if column.dtype == OBJECT:
-        data, bounds = memoryview(np.ascontiguousarray(column.data)), column.bounds().tolist()
+        data, bounds = np.ascontiguousarray(column.data).data, column.bounds().tolist()
         return [unpack(data[start:stop]) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
     flat = _flat(column)
     shapes = row_shapes(column.shapes)
@@ -211,33 +214,30 @@ def _flat(column: Column) -> Tensor:
     return torch.from_numpy(data).view(dtype)
 
 
-def decode_column(column: Column, offsets: dict[bytes, Tensor]) -> Tensor | NonTensorStack:
-    """One field as a dense or a jagged tensor, or as a stack of objects; `offsets` is shared by the fields of a batch."""
+def decode_column(column: Column, offsets: Offsets) -> Tensor | NonTensorStack:
+    """One field as a dense or a jagged tensor, or as a stack of objects; a batch's fields share `offsets`."""
     if column.dtype == OBJECT:
         return make_stack(decode_rows(column))
     shapes = column.shapes
     if shapes.shape[1] == 0:
         return _flat(column)
-    if shapes.strides[0] == 0:
-        low = high = shapes[0]
-    else:
-        low, high = shapes.min(axis=0), shapes.max(axis=0)
-    differing = np.flatnonzero(high != low).tolist()
-    if len(differing) > 1 or low.min() < 0:
+    uniform = shapes.strides[0] == 0
+    low = shapes[0].tolist() if uniform else shapes.min(axis=0).tolist()
+    high = low if uniform else shapes.max(axis=0).tolist()
+    differing = [axis for axis, (a, b) in enumerate(zip(low, high, strict=True)) if a != b]
+    if len(differing) > 1 or min(low) < 0:
         return make_stack(decode_rows(column))
     axis = differing[0] if differing else (column.ragged or 0)
-    axis = axis if axis < shapes.shape[1] else 0
+    axis = axis if axis < len(low) else 0
     if axis == 0:
-        values = _flat(column).reshape(-1, *low[1:].tolist()) if low[1:].all() else _empty_rows(column)
+        values = _flat(column).view(-1, *low[1:]) if all(low[1:]) else _empty_rows(column)
     else:
         values = torch.cat(decode_rows(column), dim=axis)
-    lengths = np.ascontiguousarray(shapes[:, axis])
-    key = lengths.tobytes()
+    lengths = shapes[:, axis]
+    key = (len(lengths), low[axis]) if low[axis] == high[axis] else lengths.tobytes()
     if key not in offsets:
         offsets[key] = torch.from_numpy(bounds_of(lengths))
-    return torch.nested.nested_tensor_from_jagged(
-        values, offsets[key], jagged_dim=axis + 1, min_seqlen=int(low[axis]), max_seqlen=int(high[axis])
-    )
+    return jagged_view(values, offsets[key], axis + 1, low[axis], high[axis])
 
 
 def _empty_rows(column: Column) -> Tensor:

@@ -1,7 +1,8 @@
 """Where a client writes its blocks: the segments that the storage units of its machine have lent it.
 
-Small blocks go one after the other into a current segment, whose successor is asked for before it is full and comes from
-the next unit. A large block gets a segment of its own. Mappings are kept, because units lend the same segments again.
+Small blocks go one after the other into a current segment, whose successor is asked for before it is full and comes
+from the next unit. A large block gets a segment of its own. Mappings are kept, because units lend the same segments
+again.
 """
 
 from __future__ import annotations

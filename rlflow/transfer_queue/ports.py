@@ -1,8 +1,8 @@
 """Calling the controller and the storage units: with a deadline, and with errors that say who did not answer.
 
 The client is written once, as coroutines. A port comes in two forms: one suspends the coroutine until the answer is
-there, the other (`blocking()`) blocks the thread. A coroutine all of whose ports are blocking never suspends, so `drive`
-runs it in the calling thread, without an event loop and without a hop to another thread.
+there, the other (`blocking()`) blocks the thread. A coroutine all of whose ports are blocking never suspends, so
+`drive` runs it in the calling thread, without an event loop and without a hop to another thread.
 """
 
 from __future__ import annotations

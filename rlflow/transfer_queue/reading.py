@@ -1,4 +1,4 @@
-"""A read of cells that lie in several blocks: what is near is mapped, the rest is asked for, and all of it is merged."""
+"""A read of cells that lie in several blocks: what is near is mapped, the rest is asked for, all of it is merged."""
 
 from __future__ import annotations
 

@@ -171,11 +171,23 @@ def run_direct(operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]
 
 def run_on(client: TransferQueueClient, operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]]) -> T:
     """`run_direct` on a client that the caller has."""
-    if asyncio._get_running_loop() is not None:
-        return loop_thread().run(operation(client))
-    connection = _connection
-    direct = connection.direct if connection is not None and connection.client is client else client.direct()
-    return drive(operation(direct))
+    try:
+        if _runs_a_loop():
+            return loop_thread().run(operation(client))
+        connection = _connection
+        known = connection is not None and connection.client is client
+        return drive(operation(connection.direct if connection is not None and known else client.direct()))
+    except QueueUnavailableError:
+        forget_if_gone(client)
+        raise
+
+
+def _runs_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def forget_if_gone(client: TransferQueueClient) -> None:

@@ -52,7 +52,7 @@ DEFAULTS: dict[str, Any] = {
             "shared_memory": True,
             # Shared memory that one unit may take, in bytes; beyond it, messages. None: as much as the machine gives.
             "shared_memory_bytes": None,
-            # Memory that was not needed for this long is given back to the machine.
+            # Shared memory that was not needed for this long is given back to the machine.
             "shared_memory_idle_seconds": 60.0,
         },
     },
@@ -96,6 +96,7 @@ def merge_config(conf: Any) -> dict[str, Any]:
             f"transfer_queue.backend.SimpleStorage.total_storage_bytes={limit!r} bytes cannot hold a batch; try "
             "17179869184 (16 GiB), or null for no limit"
         )
+    _check_shared_memory(simple)
     for key in ("rpc_timeout_s", "capacity_wait_s", "checkpoint_timeout_s"):
         _check_duration(key, config[key], DEFAULTS[key])
     storage_backend(config["backend"]["storage_backend"])
@@ -108,6 +109,16 @@ def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with plain values only: a sampler given as an object stands there by its name."""
     sampler = sampler_name(config["controller"]["sampler"])
     return {**config, "controller": {**config["controller"], "sampler": sampler}, "metrics": dict(config["metrics"])}
+
+
+def _check_shared_memory(simple: Mapping[str, Any]) -> None:
+    limit = simple["shared_memory_bytes"]
+    if limit is not None and not _is_count(limit):
+        raise ConfigError(
+            f"transfer_queue.backend.SimpleStorage.shared_memory_bytes={limit!r} is no size; try 17179869184 (16 GiB), "
+            "null for no limit, or shared_memory=false for none at all"
+        )
+    _check_duration("backend.SimpleStorage.shared_memory_idle_seconds", simple["shared_memory_idle_seconds"], 60.0)
 
 
 def _plain(conf: Any) -> dict[str, Any]:

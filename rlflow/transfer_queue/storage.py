@@ -1,8 +1,9 @@
 """Where cells live: the interface of storage backends, and which there are.
 
-A backend has two sides. The `StorageHost` lives beside the controller: it creates the units, watches over them and frees
-blocks without a live cell. Its `endpoint` travels to each process, which makes a `StorageClient` of it to write and read
-blocks. The controller only sees unit numbers, block ids and *extents* (plain values that say where in a unit a block is).
+A backend has two sides. The `StorageHost` lives beside the controller: it creates the units, watches over them and
+frees blocks without a live cell. Its `endpoint` travels to each process, which makes a `StorageClient` of it to write
+and read blocks. The controller only sees unit numbers, block ids and *extents* (plain integers that say where in a unit
+a block is).
 
 What a backend must keep
     - A block is written once and never changed. It is freed as a whole, when none of its cells is in a row any more.
@@ -19,8 +20,8 @@ What a backend must keep
 | `SimpleStorage` | `storage_simple` | Ray actors; shared memory on one machine, Ray's transport between machines |
 | `Local` | `storage_local` | the memory of this process; no Ray |
 
-A store of another kind (a cluster store as Mooncake, say) is one more `register_storage_backend`: one unit for the whole
-store, a block written under its id, and as extent what the store wants back to find it.
+A store of another kind (a cluster store as Mooncake, say) is one more `register_storage_backend`: one unit for the
+whole store, a block written under its id, and as extent what the store wants back to find it.
 """
 
 from __future__ import annotations

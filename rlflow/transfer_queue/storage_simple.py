@@ -1,7 +1,7 @@
 """The `SimpleStorage` backend: units are Ray actors.
 
-On the unit's machine a put writes shared memory and a get maps it; the only messages are those that lend segments, a few
-in a thousand puts. From another machine, or where there is no shared memory, blocks travel as Ray's messages.
+On the unit's machine a put writes shared memory and a get maps it; the only messages are those that lend segments, a
+few in a thousand puts. From another machine, or where there is no shared memory, blocks travel as Ray's messages.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class SimpleStorageHost(StorageHost):
         self._idle_s = float(options["shared_memory_idle_seconds"])
         self._nodes = list(placements)
         self._ports: list[RayPort] = []
+        self._garbage: dict[int, list[str]] = {}
         self._lost: dict[int, str] = {}
         self._watchers: list[asyncio.Task[None]] = []
         for number, node_id in enumerate(placements):
@@ -61,11 +62,20 @@ class SimpleStorageHost(StorageHost):
         return {"units": [port.handle for port in self._ports], "idle_s": self._idle_s}
 
     def free(self, garbage: Garbage) -> None:
+        # After the answer to the call that made the garbage, and together with what follows at once.
+        if not self._garbage:
+            asyncio.get_running_loop().call_soon(self._send_garbage)
+        for unit, blocks in garbage.items():
+            self._garbage.setdefault(unit, []).extend(blocks)
+
+    def _send_garbage(self) -> None:
+        garbage, self._garbage = self._garbage, {}
         for unit, blocks in garbage.items():
             if unit not in self._lost:
-                self._ports[unit].start("free", list(blocks))
+                self._ports[unit].start("free", blocks)
 
     async def stats(self) -> list[dict[str, int]]:
+        self._send_garbage()
         return await asyncio.gather(*(self._stats_of(unit) for unit in range(len(self._ports))))
 
     async def _stats_of(self, unit: int) -> dict[str, int]:

@@ -49,6 +49,7 @@ class SimpleStorageClient(StorageClient):
         ]
         self._plain_ports = self._ports
         self._writer = writer
+        self._pid = os.getpid()
         self._node = ray.get_runtime_context().get_node_id()
         self._addresses: dict[int, tuple[UnitAddress, bool]] = {}
         self._lost: set[int] = set()
@@ -68,6 +69,10 @@ class SimpleStorageClient(StorageClient):
 
     async def _meet(self) -> None:
         """Ask each unit once who it is."""
+        if os.getpid() != self._pid:
+            raise QueueUnavailableError(
+                f"this client belongs to process {self._pid}; a forked child must connect to Ray and the table itself"
+            )
         if len(self._addresses) + len(self._lost) >= len(self._ports):
             return
         strange = [unit for unit in range(len(self._ports)) if unit not in self._addresses and unit not in self._lost]

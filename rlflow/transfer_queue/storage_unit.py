@@ -72,7 +72,7 @@ class StorageUnit:
     def write(
         self, block_id: str, data: np.ndarray, parser: DataParser | None = None
     ) -> tuple[Extent | None, dict[str, FieldHead] | None]:
-        """Store a block that came in a message. Returns where, and the heads of its columns if a parser changed them."""
+        """Store a block that came in a message. Returns where, and its heads if a parser has changed its columns."""
         if parser is None:
             return self._store(block_id, data, keep=False), None
         return self.write_columns(block_id, BlockView(data).columns(), parser)
@@ -163,8 +163,8 @@ class StorageUnit:
                 data = self._bytes_of(block_id, extent)
                 if data is None:
                     raise StorageKeyNotFoundError(f"block {block_id} was freed before it could be written to {path}")
-                file.write(data)
-                entries.append((block_id, position, data.nbytes, zlib.crc32(data)))
+                file.write(data.data)
+                entries.append((block_id, position, data.nbytes, zlib.crc32(data.data)))
                 position += data.nbytes
             file.flush()
             os.fsync(file.fileno())

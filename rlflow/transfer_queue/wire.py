@@ -70,7 +70,7 @@ def unpack_locate(data: bytes) -> tuple[list[str], str, list[str] | None, bool, 
 def pack_location(location: Location) -> bytes:
     """The answer to a locate; the keys are sent back only when some of them are unknown."""
     numbers: dict[int, int] = {}
-    places = []
+    places: list[bytes] = []
     for pair in location.cells.values():
         for array in pair:
             if id(array) not in numbers:

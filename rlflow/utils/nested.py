@@ -77,6 +77,21 @@ def nested_from_values(values: Tensor, lengths: Tensor | Sequence[int], ragged: 
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged, min_seqlen=low, max_seqlen=high)
 
 
+def jagged_view(values: Tensor, offsets: Tensor, ragged: int, low: int, high: int) -> Tensor:
+    """A jagged tensor of known parts, made as torch makes results of its own; a third of the public way's cost.
+
+    Args:
+        values: the rows one after the other along dimension `ragged - 1`.
+        offsets: int64 [N + 1], where rows begin and end; the result keeps this very tensor.
+        ragged: the ragged dimension of the result, counted with the batch dimension.
+        low, high: shortest and longest row.
+    """
+    from torch.nested._internal.nested_tensor import NestedTensor, _store_val_in_tensor
+
+    lengths = {"min_seqlen": _store_val_in_tensor(low), "max_seqlen": _store_val_in_tensor(high)}
+    return NestedTensor(values, offsets, _metadata_cache=lengths, _ragged_idx=ragged)
+
+
 def nested_from_list(rows: Sequence[Tensor], ragged: int | None = None) -> Tensor:
     """Join rows, each without a batch dimension, into one jagged tensor.
 

@@ -41,8 +41,9 @@ def local():
 
 
 def blocks_held() -> int:
+    """Blocks in the storage of a table in this process, whether the table knows of them or not."""
     stats = asyncio.run(tq.get_client().async_stats())["units"]
-    return sum(unit.get("blocks", 0) + unit.get("private_blocks", 0) for unit in stats)
+    return sum(unit["private_blocks"] for unit in stats)
 
 
 def fill() -> None:
@@ -324,7 +325,9 @@ def view(table: Table) -> dict:
         "fields": {name: (f.dtype, f.cells, f.ragged()) for name, f in partition.fields.items()},
         "live": {block.commit: block.live for block in table.blocks()},
         "bytes": table.nbytes,
-        "consumed": [part.tolist() if isinstance(part, np.ndarray) else part for part in table.consumption("task", "p")],
+        "consumed": [
+            part.tolist() if isinstance(part, np.ndarray) else part for part in table.consumption("task", "p")
+        ],
         "writers": {block.commit: block.writer for block in table.blocks()},
         "shapes": {key: table.describe([row.index], None, "p") for key, row in partition.rows.items()},
     }

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from rlflow.transfer_queue.block import BlockView, Draft, gather, runs_of
 from rlflow.transfer_queue.codec import (
     apply_parser,
     decode_batch,
@@ -19,10 +20,10 @@ from rlflow.transfer_queue.codec import (
     encode_column,
     encode_row,
 )
-from rlflow.transfer_queue.block import BlockView, Draft, gather, runs_of
 from rlflow.transfer_queue.column import Column
 from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError
 from rlflow.transfer_queue.objects import pack, unpack
+
 
 def stored(columns: list[Column], which: np.ndarray | None = None, places: np.ndarray | None = None) -> Column:
     """Rows of columns that were written as one block each; without numbers row 0 of each."""
