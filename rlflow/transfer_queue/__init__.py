@@ -44,10 +44,6 @@ if TYPE_CHECKING:
         async_kv_lineage,
         async_kv_list,
         async_kv_put,
-        async_kv_wait,
-        async_kv_watch,
-        async_wait,
-        async_watch,
         close,
         get_client,
         get_metrics_endpoint,
@@ -59,12 +55,8 @@ if TYPE_CHECKING:
         kv_lineage,
         kv_list,
         kv_put,
-        kv_wait,
-        kv_watch,
         load_checkpoint,
         save_checkpoint,
-        wait,
-        watch,
     )
     from rlflow.transfer_queue.batch_meta import BatchMeta
     from rlflow.transfer_queue.client import TransferQueueClient
@@ -98,13 +90,22 @@ if TYPE_CHECKING:
         SequentialSampler,
     )
     from rlflow.transfer_queue.schema import extract_field_schema
+    from rlflow.transfer_queue.waiting import (
+        async_kv_wait,
+        async_kv_watch,
+        async_wait,
+        async_watch,
+        kv_wait,
+        kv_watch,
+        wait,
+        watch,
+    )
 
 _HOMES = {
     "api": (
         "async_kv_batch_get async_kv_batch_get_by_meta async_kv_batch_put async_kv_clear async_kv_lineage "
-        "async_kv_list async_kv_put async_kv_wait async_kv_watch async_wait async_watch close get_client "
-        "get_metrics_endpoint init kv_batch_get kv_batch_get_by_meta kv_batch_put kv_clear kv_lineage kv_list "
-        "kv_put kv_wait kv_watch load_checkpoint save_checkpoint wait watch"
+        "async_kv_list async_kv_put close get_client get_metrics_endpoint init kv_batch_get kv_batch_get_by_meta "
+        "kv_batch_put kv_clear kv_lineage kv_list kv_put load_checkpoint save_checkpoint"
     ),
     "batch_meta": "BatchMeta",
     "client": "TransferQueueClient",
@@ -117,6 +118,7 @@ _HOMES = {
     "meta": "KVBatchMeta",
     "predicate": "Predicate",
     "schema": "extract_field_schema",
+    "waiting": "async_kv_wait async_kv_watch async_wait async_watch kv_wait kv_watch wait watch",
     "samplers": "BaseSampler GRPOGroupNSampler RankAwareSampler SeqlenBalancedSampler SequentialSampler",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -7,15 +7,13 @@ no answer comes in time, `QueueUnavailableError` when the table is gone, `QueueN
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rlflow.transfer_queue.errors import QueueNotInitializedError, QueueUnavailableError
+from rlflow.transfer_queue.calls import run, run_direct, run_sync
+from rlflow.transfer_queue.errors import QueueNotInitializedError
 from rlflow.transfer_queue.meta import KVBatchMeta
-from rlflow.transfer_queue.predicate import Predicate
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 Tag = dict[str, Any]
 DataParser = Callable[[dict[str, list[Any]]], dict[str, Any]]
-T = TypeVar("T")
 
 
 def init(conf: Any = None, *, strict: bool = True) -> Any:
@@ -76,33 +73,6 @@ def get_metrics_endpoint() -> str | None:
     return None if client is None else client.config["metrics"].get("endpoint")
 
 
-async def _run(operation: Callable[[TransferQueueClient], Awaitable[T]]) -> T:
-    from rlflow.transfer_queue import runtime
-
-    # Attaching waits for Ray, so it leaves the event loop.
-    client = runtime.current_client()
-    if client is None:
-        client = await asyncio.to_thread(runtime.attached_client)
-    try:
-        return await operation(client)
-    except QueueUnavailableError:
-        runtime.forget_if_gone(client)
-        raise
-
-
-def _run_sync(operation: Callable[[TransferQueueClient], Awaitable[T]]) -> T:
-    from rlflow.transfer_queue import runtime
-
-    return runtime.loop_thread().run(_run(operation))
-
-
-def _run_direct(operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]]) -> T:
-    """`_run_sync` without an event loop, for operations that wait for nothing but the table."""
-    from rlflow.transfer_queue import runtime
-
-    return runtime.run_direct(operation)
-
-
 # -- put -------------------------------------------------------------------------------------------
 
 
@@ -138,7 +108,7 @@ async def async_kv_put(
         TagConflictError: `expect` does not hold; nothing was stored.
         CapacityError: the table is full, and the put brings new rows with fields.
     """
-    return await _run(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser, expect))
+    return await run(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser, expect))
 
 
 async def async_kv_batch_put(
@@ -160,7 +130,7 @@ async def async_kv_batch_put(
         data_parser: see `async_kv_put`; gets {field: [N row values]}.
         expect: N dicts, see `async_kv_put`.
     """
-    return await _run(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser, expect))
+    return await run(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser, expect))
 
 
 def kv_put(
@@ -173,7 +143,7 @@ def kv_put(
     expect: Tag | None = None,
 ) -> KVBatchMeta:
     """Sync form of `async_kv_put`."""
-    return _run_direct(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser, expect))
+    return run_direct(lambda client: client.async_put_row(key, partition_id, fields, tag, data_parser, expect))
 
 
 def kv_batch_put(
@@ -186,7 +156,7 @@ def kv_batch_put(
     expect: Sequence[Tag] | None = None,
 ) -> KVBatchMeta:
     """Sync form of `async_kv_batch_put`."""
-    return _run_direct(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser, expect))
+    return run_direct(lambda client: client.async_put_batch(keys, partition_id, fields, tags, data_parser, expect))
 
 
 def _layout(kind: str, padding_side: str, padding_value: float | Mapping[str, float]) -> Layout | None:
@@ -236,7 +206,7 @@ async def async_kv_batch_get(
         NotReadyError: (a ValueError) the rows share no field.
     """
     how = _layout(layout, padding_side, padding_value)
-    return await _run(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok, how))
+    return await run(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok, how))
 
 
 async def async_kv_batch_get_by_meta(
@@ -254,7 +224,7 @@ async def async_kv_batch_get_by_meta(
     (None), the rows decide. An empty meta gives an empty TensorDict. Otherwise as `async_kv_batch_get`.
     """
     how = _layout(layout, padding_side, padding_value)
-    return await _run(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok, how))
+    return await run(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok, how))
 
 
 def kv_batch_get(
@@ -269,7 +239,7 @@ def kv_batch_get(
 ) -> TensorDict:
     """Sync form of `async_kv_batch_get`."""
     how = _layout(layout, padding_side, padding_value)
-    return _run_direct(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok, how))
+    return run_direct(lambda client: client.async_get_batch(keys, partition_id, select_fields, missing_ok, how))
 
 
 def kv_batch_get_by_meta(
@@ -283,7 +253,7 @@ def kv_batch_get_by_meta(
 ) -> TensorDict:
     """Sync form of `async_kv_batch_get_by_meta`."""
     how = _layout(layout, padding_side, padding_value)
-    return _run_direct(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok, how))
+    return run_direct(lambda client: client.async_get_by_meta(meta, select_fields, missing_ok, how))
 
 
 async def async_kv_lineage(
@@ -303,14 +273,14 @@ async def async_kv_lineage(
     Raises:
         StorageKeyNotFoundError: (a KeyError) an unknown key.
     """
-    return await _run(lambda client: client.async_lineage(keys, partition_id, fields))
+    return await run(lambda client: client.async_lineage(keys, partition_id, fields))
 
 
 def kv_lineage(
     keys: Sequence[str] | str, partition_id: str, fields: Sequence[str] | None = None
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Sync form of `async_kv_lineage`."""
-    return _run_sync(lambda client: client.async_lineage(keys, partition_id, fields))
+    return run_sync(lambda client: client.async_lineage(keys, partition_id, fields))
 
 
 # -- list, clear -----------------------------------------------------------------------------------
@@ -318,137 +288,22 @@ def kv_lineage(
 
 async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
     """{partition: {key: tag}}, keys in creation order; of one partition or of all. {} for an unknown partition."""
-    return await _run(lambda client: client.async_kv_list(partition_id))
+    return await run(lambda client: client.async_kv_list(partition_id))
 
 
 async def async_kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
     """Delete rows. Unknown keys and partitions are ignored; the partition itself remains. ValueError for no keys."""
-    return await _run(lambda client: client.async_clear(keys, partition_id))
+    return await run(lambda client: client.async_clear(keys, partition_id))
 
 
 def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
     """Sync form of `async_kv_list`."""
-    return _run_direct(lambda client: client.async_kv_list(partition_id))
+    return run_direct(lambda client: client.async_kv_list(partition_id))
 
 
 def kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
     """Sync form of `async_kv_clear`."""
-    return _run_direct(lambda client: client.async_clear(keys, partition_id))
-
-
-# -- watch, wait -----------------------------------------------------------------------------------
-
-
-async def async_kv_watch(
-    partition_id: str, since_version: int = 0, timeout_s: float = 60.0
-) -> tuple[int, dict[str, Tag | None]]:
-    """What changed in a partition since a version; sleeps until something has.
-
-    New keys, tag puts and deletions are changes; a put of data into existing rows is none.
-
-    Args:
-        partition_id: the partition; need not exist yet.
-        since_version: the version returned by the previous call; 0: everything there is.
-        timeout_s: seconds to sleep at most.
-
-    Returns:
-        (version, {key: tag, or None if the key was deleted}); the dict is empty when `timeout_s` ran out.
-
-    Raises:
-        WatchGapError: the watcher is too far behind (or the table is another one): start again from 0.
-    """
-    return await _run(lambda client: client.async_watch(partition_id, since_version, timeout_s))
-
-
-async def async_kv_wait(
-    partition_id: str,
-    *,
-    keys: Sequence[str] | None = None,
-    predicate: Predicate,
-    since_version: int = 0,
-    timeout_s: float,
-) -> tuple[int, dict[str, Tag]]:
-    """Sleep until enough keys match.
-
-    Args:
-        partition_id: the partition; need not exist yet.
-        keys: the keys that count; None: all of the partition.
-        predicate: which tags match, and how many keys must.
-        since_version: only keys changed after this version count; 0: all.
-        timeout_s: seconds to sleep at most.
-
-    Returns:
-        (version, {matching key: tag}).
-
-    Raises:
-        DeadlineError: too few keys matched in time; names the partition and the keys that were missing.
-    """
-    return await _run(lambda client: client.async_wait(partition_id, keys, predicate, since_version, timeout_s))
-
-
-def kv_watch(partition_id: str, since_version: int = 0, timeout_s: float = 60.0) -> tuple[int, dict[str, Tag | None]]:
-    """Sync form of `async_kv_watch`."""
-    return _run_sync(lambda client: client.async_watch(partition_id, since_version, timeout_s))
-
-
-def kv_wait(
-    partition_id: str,
-    *,
-    keys: Sequence[str] | None = None,
-    predicate: Predicate,
-    since_version: int = 0,
-    timeout_s: float,
-) -> tuple[int, dict[str, Tag]]:
-    """Sync form of `async_kv_wait`."""
-    return _run_sync(lambda client: client.async_wait(partition_id, keys, predicate, since_version, timeout_s))
-
-
-async def async_watch(
-    partition_id: str, since_version: int = 0, timeout: float = 60.0
-) -> tuple[int, dict[str, Tag | None]]:
-    """Short form of `async_kv_watch`."""
-    return await async_kv_watch(partition_id, since_version, timeout)
-
-
-async def async_wait(
-    partition_id: str, predicate: Predicate | Any, count: int | None = None, timeout: float = 60.0
-) -> dict[str, Tag]:
-    """Sleep until `count` keys of a partition match: the short form of `async_kv_wait`.
-
-    Args:
-        partition_id: the partition; need not exist yet.
-        predicate: a `Predicate`, or the value or values of the tag entry "status" that count.
-        count: how many keys must match; None: as the predicate says, else 1.
-        timeout: seconds to sleep at most.
-
-    Returns:
-        {matching key: tag}.
-
-    Raises:
-        DeadlineError: see `async_kv_wait`.
-    """
-    _, matching = await async_kv_wait(partition_id, predicate=_counted(predicate, count), timeout_s=timeout)
-    return matching
-
-
-def watch(partition_id: str, since_version: int = 0, timeout: float = 60.0) -> tuple[int, dict[str, Tag | None]]:
-    """Sync form of `async_watch`."""
-    return kv_watch(partition_id, since_version, timeout)
-
-
-def wait(
-    partition_id: str, predicate: Predicate | Any, count: int | None = None, timeout: float = 60.0
-) -> dict[str, Tag]:
-    """Sync form of `async_wait`."""
-    return kv_wait(partition_id, predicate=_counted(predicate, count), timeout_s=timeout)[1]
-
-
-def _counted(predicate: Predicate | Any, count: int | None) -> Predicate:
-    if not isinstance(predicate, Predicate):
-        return Predicate(predicate, 1 if count is None else count)
-    if count is None:
-        return predicate if predicate.count is not None else replace(predicate, count=1)
-    return replace(predicate, count=count)
+    return run_direct(lambda client: client.async_clear(keys, partition_id))
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -473,7 +328,7 @@ def save_checkpoint(
     from rlflow.transfer_queue import runtime
 
     runtime.check_owner("save a checkpoint")
-    _run_sync(lambda client: client.async_save_checkpoint(os.fspath(checkpoint_dir), include_storage, metadata))
+    run_sync(lambda client: client.async_save_checkpoint(os.fspath(checkpoint_dir), include_storage, metadata))
 
 
 def load_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -492,4 +347,4 @@ def load_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | 
     from rlflow.transfer_queue import runtime
 
     runtime.check_owner("load a checkpoint")
-    return _run_sync(lambda client: client.async_load_checkpoint(os.fspath(checkpoint_dir)))
+    return run_sync(lambda client: client.async_load_checkpoint(os.fspath(checkpoint_dir)))

@@ -13,9 +13,10 @@ def check_keys(keys: Sequence[str] | str) -> list[str]:
     result = [keys] if isinstance(keys, str) else list(keys)
     if not result:
         raise QueueArgumentError("the list of keys is empty; name at least one row")
-    for key in result:
-        if not isinstance(key, str):
-            raise QueueTypeError(f"a key is a string, got {key!r} of type {type(key).__name__}")
+    if set(map(type, result)) != {str}:
+        for key in result:
+            if not isinstance(key, str):
+                raise QueueTypeError(f"a key is a string, got {key!r} of type {type(key).__name__}")
     return result
 
 

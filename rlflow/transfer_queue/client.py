@@ -150,15 +150,15 @@ class TransferQueueClient(LowLevelCalls):
             head = await self._write(columns, parser) if columns else None
             try:
                 message = pack_put(keys, partition_id, packed, head, required)
-                reply = unpack_put_reply(await self.controller.call("put_packed", message, extra_s=extra_s))
-                break
+                call = self.controller.call("put_packed", message, extra_s=extra_s)
+                merged = [{} for _ in keys] if tags is None else copy_tags(tags)  # while the call is under way
+                reply = unpack_put_reply(await call)
+                return KVBatchMeta.owning(keys, reply.merged(merged), partition_id, reply.fields)
             except StorageUnitLostError:
                 # The unit died, and the controller knew before this client did.
                 if head is None or parser is not None:
                     raise
                 self._storage.forget_unit(head.unit)
-        merged = reply.merged([{} for _ in keys] if tags is None else copy_tags(tags))
-        return KVBatchMeta.owning(keys, merged, partition_id, reply.fields)
 
     async def _write(self, columns: dict[str, Column], parser: DataParser | None) -> BlockHead:
         block_id = f"{self.name}:{next(self._block_numbers)}"

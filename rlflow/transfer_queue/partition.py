@@ -41,7 +41,10 @@ class Partition:
     def find_or_make(self, keys: Sequence[str], first_index: int) -> tuple[list[Row], list[Row]]:
         """The rows of the keys, and those among them that had to be made; these get indexes from `first_index` on."""
         known = self.rows
-        missing = [key for key in dict.fromkeys(keys) if key not in known]
+        found = list(map(known.get, keys))
+        if None not in found:
+            return found, []  # type: ignore[return-value]
+        missing = [key for key, row in dict(zip(keys, found, strict=True)).items() if row is None]
         made = list(map(Row, missing, repeat(self.name), count(first_index)))
         known.update(zip(missing, made, strict=True))
         return made if len(made) == len(keys) else [known[key] for key in keys], made
@@ -198,7 +201,10 @@ class _Plan:
 
 def layouts_of(rows: Iterable[Row]) -> list[Layout]:
     """The different layouts of some rows."""
-    return list({id(row.layout): row.layout for row in rows}.values())
+    layouts = [row.layout for row in rows]
+    if layouts and layouts.count(layouts[0]) == len(layouts):
+        return layouts[:1]
+    return list({id(layout): layout for layout in layouts}.values())
 
 
 def common_fields(rows: Iterable[Row]) -> frozenset[str]:

@@ -19,7 +19,6 @@ from rlflow.transfer_queue.capacity import Bounds
 from rlflow.transfer_queue.commit import BlockHead, PutReply
 from rlflow.transfer_queue.errors import (
     DtypeConflictError,
-    QueueArgumentError,
     QueueUnavailableError,
     StorageUnitLostError,
     TagConflictError,
@@ -30,7 +29,7 @@ from rlflow.transfer_queue.locate import Location, locate
 from rlflow.transfer_queue.partition import Freed, Partition, common_fields
 from rlflow.transfer_queue.rows import Block, Extent, Row, writer_of
 from rlflow.transfer_queue.table_rows import RowNumbers
-from rlflow.transfer_queue.tags import LOST, Tag, TagBatch, pack_batch
+from rlflow.transfer_queue.tags import Tag, TagBatch, check_names, pack_batch
 
 __all__ = ["BlockHead", "Extent", "Location", "PutReply", "Table", "Tag", "some"]
 
@@ -143,7 +142,7 @@ class Table(RowNumbers):
         """
         batch = tags if tags is None or isinstance(tags, TagBatch) else TagBatch.of(tags)
         if batch is not None:
-            _check_reserved(batch)
+            check_names(batch)
         if head is not None:
             self.check_head(partition_id, head)
             self.check_room(keys, partition_id, head)
@@ -246,7 +245,7 @@ class Table(RowNumbers):
     def set_tags(self, keys: Sequence[str], partition_id: str, tags: Sequence[Tag]) -> None:
         """Replace the tags of existing rows, where `put` merges."""
         batch = TagBatch.of(tags)
-        _check_reserved(batch)
+        check_names(batch)
         rows = self._known(keys, partition_id)
         self._partitions[partition_id].replace_tags(rows, batch)
 
@@ -378,8 +377,3 @@ class Table(RowNumbers):
                     records[block] = {"writer": block.writer, "time": block.written, "version": block.commit}
                 of_row[name] = records[block]
         return result
-
-
-def _check_reserved(batch: TagBatch) -> None:
-    if any(LOST in names for names in {id(names): names for names in batch.names}.values()):
-        raise QueueArgumentError(f"the tag entry {LOST!r} is set by the table alone (fields lost with a storage unit)")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from operator import itemgetter
 from sys import intern
 from typing import Any
@@ -120,9 +121,12 @@ def unpack_batch(data: bytes) -> TagBatch:
 
 def _deduplicated(column: list[Any]) -> list[Any]:
     """Equal short strings as one object: a status occurs in all rows of a table."""
-    if type(column[0]) is not str:
+    if type(column[0]) is not str or len(column[0]) > _SHARED_LENGTH:
         return column
-    return [intern(value) if type(value) is str and len(value) <= _SHARED_LENGTH else value for value in column]
+    try:
+        return list(map(intern, column))
+    except TypeError:  # not all of them are strings
+        return column
 
 
 @dataclass(slots=True)
@@ -146,31 +150,35 @@ class TaggedKeys:
 
 
 def check_tags(tags: Iterable[Tag], size: int) -> list[Tag]:
-    """Tags as a list of `size` dicts with string names, none of them reserved."""
+    """Tags as a list of `size` dicts."""
     result = list(tags)
     if len(result) != size:
         raise QueueArgumentError(f"{len(result)} tags for {size} keys; each row needs one dict, {{}} for no change")
-    seen: Any = None
-    for tag in result:
-        if not isinstance(tag, dict):
-            raise QueueTypeError(f"a tag is a dict, got {tag!r} of type {type(tag).__name__}")
-        if tag.keys() == seen:
-            continue
-        seen = tag.keys()
-        for name in tag:
-            if not isinstance(name, str):
-                raise QueueTypeError(f"a tag entry is named by a string, got {name!r} of type {type(name).__name__}")
-        if LOST in tag:
-            raise QueueArgumentError(
-                f"the tag entry {LOST!r} is set by the table alone (fields lost with a storage unit)"
-            )
+    if set(map(type, result)) != {dict}:
+        for tag in result:
+            if not isinstance(tag, dict):
+                raise QueueTypeError(f"a tag is a dict, got {tag!r} of type {type(tag).__name__}")
     return result
 
 
+def check_names(batch: TagBatch) -> None:
+    """Raise for a tag name that is no string, or reserved."""
+    for names in {id(names): names for names in batch.names}.values():
+        for name in names:
+            if not isinstance(name, str):
+                raise QueueTypeError(f"a tag entry is named by a string, got {name!r} of type {type(name).__name__}")
+        if LOST in names:
+            raise QueueArgumentError(
+                f"the tag entry {LOST!r} is set by the table alone (fields lost with their storage)"
+            )
+
+
 def pack_tags(tags: Sequence[Tag], keys: Sequence[str]) -> bytes:
-    """Checked tags as a message; `QueueTypeError` names key and entry of a value that is not plain."""
+    """Tags as a message; `QueueTypeError` names key and entry of a value that is not plain."""
+    batch = TagBatch.of(tags)
+    check_names(batch)
     try:
-        return pack_batch(TagBatch.of(tags))
+        return pack_batch(batch)
     except QueueTypeError:
         for key, tag in zip(keys, tags, strict=True):
             for name, value in tag.items():
@@ -183,5 +191,5 @@ def pack_tags(tags: Sequence[Tag], keys: Sequence[str]) -> bytes:
 
 def copy_tags(tags: Sequence[Tag]) -> list[Tag]:
     """Deep copies of plain tags, at the price of shallow ones where that is enough."""
-    flat = all(_FLAT.issuperset(map(type, tag.values())) for tag in tags)
+    flat = _FLAT.issuperset(map(type, chain.from_iterable(map(dict.values, tags))))
     return [tag.copy() for tag in tags] if flat else [copy_plain(tag) for tag in tags]
