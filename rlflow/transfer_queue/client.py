@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlflow.transfer_queue.arguments import check_keys, check_partition, check_select
-from rlflow.transfer_queue.column import OBJECT, Column, heads_of
+from rlflow.transfer_queue.column import Column, heads_of
 from rlflow.transfer_queue.commit import BlockHead
 from rlflow.transfer_queue.errors import (
     QueueArgumentError,
@@ -216,7 +216,7 @@ class TransferQueueClient(LowLevelCalls):
         if not columns and not self.strict:
             logger.warning("none of the selected fields %s is present on all requested rows; empty result", selected)
             size = 0
-        count = sum(column.data.nbytes for column in columns.values() if column.dtype != OBJECT)
+        count = sum(column.data.nbytes for column in columns.values())
         return await offload(self.controller, count, decode_batch, columns, size, layout or JAGGED)
 
     async def _read(self, location: Location) -> dict[str, Column] | None:
