@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Awaitable
@@ -151,7 +152,9 @@ def scale_run(rows: int, json_path: Path | None) -> int:
     """Run, report; the exit code."""
     import ray
 
-    os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])  # for the processes that Ray starts
+    root = str(Path(__file__).resolve().parents[1])  # the package of this clone, here and in what Ray starts
+    sys.path.insert(0, root)
+    os.environ["PYTHONPATH"] = root
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 30)
     import rlflow.transfer_queue as tq
 
