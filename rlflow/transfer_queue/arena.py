@@ -250,12 +250,12 @@ class Arena:
 # -- filling a segment -----------------------------------------------------------------------------
 
 _SMALLEST = 1 << 20
-_LARGEST = 64 << 20
+_LARGEST = 32 << 20
 
 
 def segment_bytes(nbytes: int, number: int) -> int:
-    """Size of a writer's next segment: from 1 MiB, doubling up to 64 MiB with each one it has had, or what it needs."""
-    size = min(_LARGEST, _SMALLEST << min(number, 6))
+    """Size of a writer's next segment: from 1 MiB, doubling up to 32 MiB with each one it has had, or what it needs."""
+    size = min(_LARGEST, _SMALLEST << min(number, 5))
     while size < nbytes and size < _LARGEST:
         size *= 2
     if size >= nbytes:

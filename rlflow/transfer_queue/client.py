@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlflow.transfer_queue.arguments import check_keys, check_partition, check_select
-from rlflow.transfer_queue.column import OBJECT, Column, heads_of
+from rlflow.transfer_queue.column import Column, heads_of
 from rlflow.transfer_queue.commit import BlockHead
 from rlflow.transfer_queue.errors import (
     QueueArgumentError,
@@ -150,15 +150,15 @@ class TransferQueueClient(LowLevelCalls):
             head = await self._write(columns, parser) if columns else None
             try:
                 message = pack_put(keys, partition_id, packed, head, required)
-                reply = unpack_put_reply(await self.controller.call("put_packed", message, extra_s=extra_s))
-                break
+                call = self.controller.call("put_packed", message, extra_s=extra_s)
+                merged = [{} for _ in keys] if tags is None else copy_tags(tags)  # while the call is under way
+                reply = unpack_put_reply(await call)
+                return KVBatchMeta.owning(keys, reply.merged(merged), partition_id, reply.fields)
             except StorageUnitLostError:
                 # The unit died, and the controller knew before this client did.
                 if head is None or parser is not None:
                     raise
                 self._storage.forget_unit(head.unit)
-        merged = reply.merged([{} for _ in keys] if tags is None else copy_tags(tags))
-        return KVBatchMeta.owning(keys, merged, partition_id, reply.fields)
 
     async def _write(self, columns: dict[str, Column], parser: DataParser | None) -> BlockHead:
         block_id = f"{self.name}:{next(self._block_numbers)}"
@@ -216,7 +216,7 @@ class TransferQueueClient(LowLevelCalls):
         if not columns and not self.strict:
             logger.warning("none of the selected fields %s is present on all requested rows; empty result", selected)
             size = 0
-        count = sum(column.data.nbytes for column in columns.values() if column.dtype != OBJECT)
+        count = sum(column.data.nbytes for column in columns.values())
         return await offload(self.controller, count, decode_batch, columns, size, layout or JAGGED)
 
     async def _read(self, location: Location) -> dict[str, Column] | None:

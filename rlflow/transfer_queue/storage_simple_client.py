@@ -22,6 +22,7 @@ from rlflow.transfer_queue.ports import RayPort, offload
 from rlflow.transfer_queue.reading import ask_for, merge, open_segments
 from rlflow.transfer_queue.segment import SegmentGoneError, UnitAddress
 from rlflow.transfer_queue.storage import Cells, DataParser, Place, StorageClient, UnitGoneError, Written
+from rlflow.transfer_queue.storage_unit import start_of_process
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class SimpleStorageClient(StorageClient):
         self._plain_ports = self._ports
         self._writer = writer
         self._pid = os.getpid()
+        self._process = self._pid, start_of_process(self._pid)
         self._node = ray.get_runtime_context().get_node_id()
         self._addresses: dict[int, tuple[UnitAddress, bool]] = {}
         self._lost: set[int] = set()
@@ -99,7 +101,7 @@ class SimpleStorageClient(StorageClient):
         return self._addresses[unit][0].node == self._node
 
     def _next_unit(self) -> int:
-        living = [unit for unit in self._addresses if unit not in self._lost]
+        living = [unit for unit in tuple(self._addresses) if unit not in self._lost]
         if not living:
             raise QueueUnavailableError(
                 f"all {len(self._ports)} storage units of the table are gone; their processes died. See the logs of "
@@ -113,7 +115,7 @@ class SimpleStorageClient(StorageClient):
     async def write(self, block_id: str, columns: Mapping[str, Column], parser: DataParser | None) -> Written:
         await self._meet()
         draft = Draft(columns)
-        if parser is None and not self._tenant.refused and any(self._lends(unit) for unit in self._addresses):
+        if parser is None and not self._tenant.refused and any(map(self._lends, tuple(self._addresses))):
             own = draft.nbytes >= OWN_SEGMENT_BYTES
             written = await (self._write_own if own else self._write_current)(block_id, draft)
             if written is not None:
@@ -126,7 +128,7 @@ class SimpleStorageClient(StorageClient):
     def _ask(self, nbytes: int) -> Request:
         unit = self._next_unit()
         self._keep_house()
-        return Request(unit, self._ports[unit].start("lease", self._writer, os.getpid(), nbytes))
+        return Request(unit, self._ports[unit].start("lease", self._writer, self._process, nbytes))
 
     async def _answer(self, request: Request) -> Lease | None:
         try:
@@ -261,9 +263,8 @@ class SimpleStorageClient(StorageClient):
 
     async def read(self, blocks: Sequence[Place], cells: Cells) -> dict[str, Column] | None:
         await self._meet()
-        views = open_segments(blocks, self._visible)
-        port = self._ports[0]
-        cells = dict(cells)
+        port, nbytes, cells = self._ports[0], sum(extent[-1] for _, _, extent in blocks if extent), dict(cells)
+        views = await offload(port, nbytes, open_segments, blocks, self._visible)
         requests = ask_for(blocks, views, cells) if None in views else []
         calls = [
             (request, self._ports[request.unit].call("read", request.blocks, request.cells)) for request in requests
@@ -277,15 +278,11 @@ class SimpleStorageClient(StorageClient):
                 return None
             views.append(BlockView(data))
             request.redirect(cells, len(views) - 1)
-        return await offload(port, _bytes_of(blocks), merge, views, cells)
+        return await offload(port, nbytes, merge, views, cells)
 
     def _visible(self, unit: int) -> UnitAddress | None:
         address, lends = self._addresses.get(unit, (None, False))
         return address if lends and address is not None and address.node == self._node else None
-
-
-def _bytes_of(blocks: Sequence[Place]) -> int:
-    return sum(extent[-1] for _, _, extent in blocks if extent)
 
 
 def _keep_house(client: weakref.ref[SimpleStorageClient], left: threading.Event, period_s: float) -> None:

@@ -47,7 +47,7 @@ class StorageUnit:
         self._address = UnitAddress(node, os.getpid(), secrets.token_bytes(16))
         self._arena = Arena(self._address.nonce, idle_s, limit) if shared_memory else None
         self._private: dict[str, np.ndarray] = {}
-        self._writers: dict[str, tuple[int, str | None]] = {}
+        self._writers: dict[str, tuple[int, str | None]] = {}  # name -> number and start of its process
 
     def describe(self) -> tuple[UnitAddress, bool]:
         """Its address, and whether it lends segments."""
@@ -55,11 +55,16 @@ class StorageUnit:
 
     # -- for the processes of this machine ---------------------------------------------------------
 
-    def lease(self, writer: str, pid: int, nbytes: int) -> Lease | None:
-        """Lend a segment to a client that is process `pid`; None when there is no memory for it."""
-        if self._arena is None:
+    def lease(self, writer: str, process: tuple[int, str | None], nbytes: int) -> Lease | None:
+        """Lend a segment to a client, which is the process of this number and start.
+
+        None when there is no memory for it, or when the process is not to be seen from here: nobody would notice its
+        end.
+        """
+        pid, start = process
+        if self._arena is None or start is None or start_of_process(pid) != start:
             return None
-        self._writers.setdefault(writer, (pid, start_of_process(pid)))
+        self._writers[writer] = process
         return self._arena.lease(writer, nbytes)
 
     def seal(self, writer: str, serial: int, block_ids: Sequence[str]) -> None:

@@ -160,7 +160,7 @@ def test_a_freed_block_is_read_until_its_memory_is_used_anew(arena):
 def test_sizes_of_segments_fit_and_recur(sizes, number):
     for size in sizes:
         made = segment_bytes(size, number)
-        assert size <= made <= max(64 * MB, 1.25 * size)
+        assert size <= made <= max(32 * MB, 1.25 * size)
         assert made >= MB
 
 

@@ -153,15 +153,19 @@ def test_a_checkpoint_under_writers_is_of_one_moment(table, partition, tmp_path)
 
 def test_blocks_freed_during_a_save_are_freed_after_it(local, tmp_path):
     keys = [f"k{i}" for i in range(50)]
-    for key in keys:
-        tq.kv_put(key, "train", {"x": torch.zeros(1000)})
-    with ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(tq.save_checkpoint, tmp_path / "c")
-        tq.kv_clear(keys, "train")
-        saving.result(LONG)
+    for i, key in enumerate(keys):
+        tq.kv_put(key, "train", {"x": torch.full((1000,), i)})
+
+    async def scenario() -> None:
+        # The save reaches the controller first, and lets others in as soon as it has its snapshot.
+        saving = tq.get_client().async_save_checkpoint(str(tmp_path / "c"), True, None)
+        await asyncio.gather(saving, tq.async_kv_clear(keys, "train"))
+
+    asyncio.run(scenario())
+    assert tq.kv_list("train") == {"train": {}}
     assert blocks_held() == 0
     tq.load_checkpoint(tmp_path / "c")
-    assert blocks_held() in (0, 50)
+    assert [row[0].item() for row in tq.kv_batch_get(keys, "train")["x"].unbind()] == [*range(50)]
 
 
 # -- watchers --------------------------------------------------------------------------------------

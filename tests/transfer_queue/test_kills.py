@@ -60,7 +60,8 @@ def others_with(inodes: Iterable[int]) -> set[int]:
 
 
 def rows_of(number: int) -> TensorDict:
-    return TensorDict({"x": torch.full((4, 1000), number), "n": torch.tensor([number] * 4)}, batch_size=[4])
+    """Rows of 2 MB, so that a few of them lie in different storage units."""
+    return TensorDict({"x": torch.full((4, 60_000), number), "n": torch.tensor([number] * 4)}, batch_size=[4])
 
 
 def put_batches(first: int, count: int) -> None:
@@ -264,7 +265,7 @@ def test_what_was_read_outlives_the_table(ray_table):
     put_batches(7, 1)
     got = tq.kv_batch_get([f"7_{row}" for row in range(4)], "train")
     tq.close()
-    assert torch.equal(got["x"].values().view(4, 1000), rows_of(7)["x"])
+    assert torch.equal(got["x"].values().view(4, 60_000), rows_of(7)["x"])
     tq.init()
     put_batches(8, 1)
-    assert torch.equal(got["x"].values().view(4, 1000), rows_of(7)["x"])
+    assert torch.equal(got["x"].values().view(4, 60_000), rows_of(7)["x"])

@@ -29,7 +29,7 @@ from tensordict import NonTensorStack, TensorDict
 import rlflow.transfer_queue as tq
 from rlflow.utils.ray_utils import ray_get
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 EXAMPLES = int(os.environ.get("RLFLOW_TQ_EXAMPLES", "12"))
 KEYS = [f"k{i}" for i in range(6)]
 FIELDS = ["scalar", "flag", "tokens", "matrix", "text"]
@@ -123,6 +123,7 @@ class RemoteClient:
 
     def __init__(self) -> None:
         self._process = Process.remote()
+        self.send("kv_list")()
 
     def send(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Begin a call; the returned function awaits its result."""

@@ -164,3 +164,18 @@ def test_threads_of_several_processes_keep_apart(processes, partition):
     await_all(refs)
     assert tq.kv_list(partition)[partition] == {}
     assert blocks() == before
+
+
+# The last tests of the module: they end its table.
+
+
+@pytest.mark.parametrize("memory", [{"shared_memory": False}, {"shared_memory_bytes": 6 << 20}], ids=["none", "little"])
+def test_threads_keep_apart_with_less_shared_memory_than_they_need(processes, partition, memory):
+    tq.close()
+    await_all([process.run.remote(tq.close) for process in processes])
+    tq.init({"backend": {"SimpleStorage": memory}})
+    ref = processes[0].run.remote(live_in_threads, partition, "there")
+    live_in_threads(partition, "here")
+    await_all([ref])
+    assert blocks() == 0
+    tq.close()

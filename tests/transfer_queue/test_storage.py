@@ -19,8 +19,10 @@ from rlflow.transfer_queue.column import heads_from_bytes, heads_of, heads_to_by
 from rlflow.transfer_queue.errors import StorageKeyNotFoundError, TransferQueueError
 from rlflow.transfer_queue.storage import register_storage_backend, storage_backend
 from rlflow.transfer_queue.storage_local import LocalStorageClient, LocalStorageHost
-from rlflow.transfer_queue.storage_unit import StorageUnit
+from rlflow.transfer_queue.storage_unit import StorageUnit, start_of_process
 from rlflow.utils.errors import CheckpointError, ConfigError
+
+ME = (os.getpid(), start_of_process(os.getpid()))
 
 
 @pytest.fixture(params=[True, False], ids=["shared", "private"])
@@ -136,9 +138,11 @@ def test_blocks_move_through_a_file_to_another_unit(unit, tmp_path):
 def test_a_writer_whose_process_has_ended_is_found():
     unit = StorageUnit("node", True)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    lease = unit.lease("w", process.pid, 1000)
-    mine = unit.lease("mine", os.getpid(), 1000)
+    lease = unit.lease("w", (process.pid, start_of_process(process.pid)), 1000)
+    mine = unit.lease("mine", ME, 1000)
     assert lease is not None and mine is not None
+    # A number that means another process here, or none: the client is in a container of its own.
+    assert unit.lease("v", (process.pid, ME[1]), 1000) is unit.lease("v", (2**22, ME[1]), 1000) is None
     assert unit.check() == []
     process.kill()
     # A process that nobody has waited for counts as ended, too.
@@ -154,9 +158,9 @@ def test_a_writer_whose_process_has_ended_is_found():
 
 
 def test_without_shared_memory_nothing_is_lent():
-    assert StorageUnit("node", False).lease("w", os.getpid(), 1000) is None
+    assert StorageUnit("node", False).lease("w", ME, 1000) is None
     limited = StorageUnit("node", True, limit=1000)
-    assert limited.lease("w", os.getpid(), 1001) is None
+    assert limited.lease("w", ME, 1001) is None
     block = write(limited, "w:0", batch([1, 2]))
     assert block[1] is None
     assert limited.stats()["private_blocks"] == 1

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     results = tmp_path_factory.mktemp("two_nodes") / "results.json"
     env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
     env.pop("RAY_ADDRESS", None)
+    # Ray notes in its temporary folder which cluster was started last, and connects other processes to it. The path of
+    # a socket in that folder has to stay short.
+    env["RAY_TMPDIR"] = folder = tempfile.mkdtemp(prefix="tq2n")
     process = subprocess.Popen([sys.executable, str(SCRIPT), str(results)], env=env, start_new_session=True)
     try:
         code = process.wait(150)
@@ -32,6 +37,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
+        shutil.rmtree(folder, ignore_errors=True)
     assert code == 0
     return json.loads(results.read_text())
 
