@@ -13,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import rlflow.transfer_queue as tq
+from rlflow.single_controller.ray import ResourcePoolManager
 from rlflow.trainer.ppo.trainer_sync import PPOTrainerSync
+from rlflow.trainer.ppo.utils import Role
 
 ASKING = """
 import json, urllib.request
@@ -119,6 +121,21 @@ def test_reward_model_and_reference_on_devices_of_their_own(
             torch.testing.assert_close(found, told, rtol=1e-4, atol=1e-4)
 
 
+class OwnReference(PPOTrainerSync):
+    """A user's map of roles: the reference is a worker of its own in the policy's processes."""
+
+    def _init_resource_pool_mgr(self) -> ResourcePoolManager:
+        pools = super()._init_resource_pool_mgr()
+        pool = pools.mapping.pop(Role.ActorRolloutRef)
+        pools.mapping = {Role.ActorRollout: pool, Role.RefPolicy: pool, **pools.mapping}
+        return pools
+
+    def init(self) -> None:
+        super().init()
+        assert self.runtime.ref_policy_wg is not self.runtime.actor_wg
+        assert self.runtime.ref_policy_wg.workers == self.runtime.actor_wg.workers
+
+
 @pytest.mark.timeout(300)
 def test_a_colocated_model_scores_batches_with_a_rule_beside_it_and_the_run_goes_on(
     run_trainer: Callable[..., Any],
@@ -129,8 +146,9 @@ def test_a_colocated_model_scores_batches_with_a_rule_beside_it_and_the_run_goes
 ) -> None:
     (tmp_path / "asking.py").write_text(ASKING)
     run = [*overrides, f"reward.custom_reward_function.path={tmp_path}/asking.py", "trainer.save_freq=1"]
+    run += ["actor_rollout_ref.actor.use_kl_loss=true"]
     run_trainer([*run, "trainer.total_training_steps=1", "trainer.val_before_train=true"])
-    run_trainer([*run, "trainer.total_training_steps=2", "trainer.test_freq=2"])
+    run_trainer([*run, "trainer.total_training_steps=2", "trainer.test_freq=2"], OwnReference)
     files = [
         tmp_path / folder / f"{step}.jsonl" for folder, step in (("val", 0), ("train", 1), ("train", 2), ("val", 2))
     ]
@@ -145,4 +163,6 @@ def test_a_colocated_model_scores_batches_with_a_rule_beside_it_and_the_run_goes
     lines = {line["step"]: line["data"] for line in read_metrics()}
     for step in (1, 2):
         assert lines[step]["timing_s/reward"] > 0 and lines[step]["actor/grad_norm"] > 0
+    # The policy that went on has left the reference, wherever that lives.
+    assert lines[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and lines[2]["actor/kl_loss"] > 1e-6
     assert any("rule" in name for name in lines[2] if name.startswith("val-aux/"))
