@@ -159,6 +159,7 @@ class TransferQueueClient(LowLevelCalls):
                 if head is None or parser is not None:
                     raise
                 self._storage.forget_unit(head.unit)
+                self._storage.meet((await self.controller.call("session"))["endpoint"])
 
     async def _write(self, columns: dict[str, Column], parser: DataParser | None) -> BlockHead:
         block_id = f"{self.name}:{next(self._block_numbers)}"
@@ -175,8 +176,8 @@ class TransferQueueClient(LowLevelCalls):
             return BlockHead(written.unit, block_id, heads, written.extent, nbytes, this_process())
 
     async def _report(self, error: UnitGoneError) -> None:
-        """Tell the controller, which may not have noticed yet."""
-        await self.controller.call("unit_lost", error.unit, str(error))
+        """Tell the controller, which may not have noticed yet, and learn what took the unit's place."""
+        self._storage.meet(await self.controller.call("unit_lost", error.unit, str(error)))
 
     # -- get ---------------------------------------------------------------------------------------
 
@@ -221,6 +222,8 @@ class TransferQueueClient(LowLevelCalls):
 
     async def _read(self, location: Location) -> dict[str, Column] | None:
         """The columns in key order; None when a block is gone."""
+        if not self._storage.knows(location.blocks):
+            self._storage.meet((await self.controller.call("session"))["endpoint"])
         try:
             columns = await self._storage.read(location.blocks, location.cells)
         except UnitGoneError as error:

@@ -85,7 +85,6 @@ class TransferQueueController(RowCalls):
         self._table = Table(Bounds(simple["total_storage_size"], simple["total_storage_bytes"]))
         self._capacity_wait_s = float(config["capacity_wait_s"])
         self._host: StorageHost = storage_backend(backend)[0](config, placements)
-        self._units = len(placements)
         self._signals: dict[str, Signal] = {}
         self._room: RoomQueue[PutReply] = RoomQueue()
         self._matches: OrderedDict[tuple[str, str, str], Matches] = OrderedDict()
@@ -206,10 +205,10 @@ class TransferQueueController(RowCalls):
         self._room.advance()
 
     def _check_units(self) -> None:
-        lost = self._table.lost_units
-        if len(lost) >= self._units:
+        lost, units = self._table.lost_units, len(self._host.placement())
+        if len(lost) >= units:
             raise QueueUnavailableError(
-                f"all {self._units} storage units of the table are gone ({'; '.join(lost.values())}), so it can store "
+                f"all {units} storage units of the table are gone ({'; '.join(lost.values())}), so it can store "
                 "no fields any more; end the run and start it again"
             )
 
@@ -229,14 +228,16 @@ class TransferQueueController(RowCalls):
         if living:
             self._host.free(living)
 
-    async def unit_lost(self, unit: int, reason: str) -> None:
-        """A storage unit is gone; tells it for the first time or again."""
+    async def unit_lost(self, unit: int, reason: str) -> Any:
+        """A storage unit is gone; tells it for the first time or again. Returns the `endpoint` of the units there are."""
         self._lose_unit(unit, reason)
+        return self._host.endpoint
 
     def _lose_unit(self, unit: int, reason: str) -> None:
         if unit in self._table.lost_units:
             return
         logger.error("storage unit %d is gone: %s", unit, reason)
+        self._host.replace(unit)
         for partition_id in self._table.lose_unit(unit, reason):
             self._changed(partition_id)
         self._fetches.forget()

@@ -46,6 +46,8 @@ DEFAULTS: dict[str, Any] = {
             # An upper bound: one node gets no more than one unit per 8 cores, unless exact_unit_count is set.
             "num_data_storage_units": 2,
             "exact_unit_count": False,
+            # Units that may take the place of units that died, one after the other.
+            "replacement_units": 3,
             # Only nodes that offer this custom Ray resource get units.
             "required_node_resource": None,
             # Processes of a unit's machine write and read its memory directly; off: everything goes through messages.
@@ -95,6 +97,12 @@ def merge_config(conf: Any) -> dict[str, Any]:
         raise ConfigError(
             f"transfer_queue.backend.SimpleStorage.total_storage_bytes={limit!r} bytes cannot hold a batch; try "
             "17179869184 (16 GiB), or null for no limit"
+        )
+    spares = simple["replacement_units"]
+    if spares != 0 and not _is_count(spares):
+        raise ConfigError(
+            f"transfer_queue.backend.SimpleStorage.replacement_units={spares!r} is no number of units; try 3, "
+            "or 0 for none"
         )
     _check_shared_memory(simple)
     for key in ("rpc_timeout_s", "capacity_wait_s", "checkpoint_timeout_s"):

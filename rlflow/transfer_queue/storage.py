@@ -96,6 +96,9 @@ class StorageHost(ABC):
                 its blocks with live cells.
         """
 
+    def replace(self, unit: int) -> None:
+        """A unit is gone: let a new one, with the next number, take its place, where the backend can."""
+
     @abstractmethod
     def placement(self) -> list[dict[str, Any]]:
         """{"unit", "node", "alive"} of each unit; more entries where the backend knows more."""
@@ -145,6 +148,13 @@ class StorageClient(ABC):
 
     def forget_unit(self, unit: int) -> None:
         """The controller says that a unit is gone: write no more to it."""
+
+    def knows(self, blocks: Sequence[Place]) -> bool:
+        """Whether the units of these blocks are known here; else `meet` comes first."""
+        return True
+
+    def meet(self, endpoint: Any) -> None:
+        """Learn of units that took the place of others, from what the host's `endpoint` says now."""
 
     @abstractmethod
     def blocking(self) -> StorageClient:

@@ -31,31 +31,46 @@ class SimpleStorageHost(StorageHost):
 
     def __init__(self, config: dict[str, Any], placements: Sequence[str | None]) -> None:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         options = config["backend"]["SimpleStorage"]
         # num_cpus=0: the units move bytes and must not take a core from the scheduler's account. Files are written
         # beside the ordinary calls, which keep their order.
         options_of_class: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"files": 1}}
-        unit_class = ray.remote(**options_of_class)(unit_class_for(config, SimpleUnit))
+        self._unit_class = ray.remote(**options_of_class)(unit_class_for(config, SimpleUnit))
+        self._unit_options = [options[f"shared_memory{name}"] for name in ("", "_idle_seconds", "_bytes")]
         # The session in the name keeps a new table's units apart from those of one that is just being torn down.
-        suffix = str(ray.get_runtime_context().get_actor_id())[:12]
+        self._suffix = str(ray.get_runtime_context().get_actor_id())[:12]
         self._timeout_s = float(config["rpc_timeout_s"])
         self._file_s = float(config["checkpoint_timeout_s"])
         self._idle_s = float(options["shared_memory_idle_seconds"])
-        self._nodes = list(placements)
+        self._spares = int(options["replacement_units"])
+        self._nodes: list[str | None] = []
         self._ports: list[RayPort] = []
         self._garbage: dict[int, list[str]] = {}
         self._lost: dict[int, str] = {}
+        self._watch_over: Callable[[int], None] | None = None
         self._watchers: list[asyncio.Task[None]] = []
-        for number, node_id in enumerate(placements):
-            place: dict[str, Any] = {"name": f"TransferQueueStorageUnit#{number}@{suffix}"}
-            if node_id is not None:
-                place["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
-            handle = unit_class.options(**place).remote(
-                options["shared_memory"], options["shared_memory_idle_seconds"], options["shared_memory_bytes"]
-            )
-            self._ports.append(RayPort(handle, f"TransferQueue storage unit {number}", self._timeout_s))
+        for node_id in placements:
+            self._add_unit(node_id)
+
+    def _add_unit(self, node_id: str | None) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        number = len(self._ports)
+        place: dict[str, Any] = {"name": f"TransferQueueStorageUnit#{number}@{self._suffix}"}
+        if node_id is not None:
+            place["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
+        handle = self._unit_class.options(**place).remote(*self._unit_options)
+        self._nodes.append(node_id)
+        self._ports.append(RayPort(handle, f"TransferQueue storage unit {number}", self._timeout_s))
+        if self._watch_over is not None:
+            self._watch_over(number)
+
+    def replace(self, unit: int) -> None:
+        if self._spares > 0:
+            self._spares -= 1
+            self._add_unit(self._nodes[unit])
+            logger.warning("storage unit %d takes the place of unit %d", len(self._ports) - 1, unit)
 
     @property
     def endpoint(self) -> Any:
@@ -87,11 +102,15 @@ class SimpleStorageHost(StorageHost):
     def watch_units(
         self, on_lost: Callable[[int, str], None], abandon: Callable[[str], Awaitable[Sequence[str]]]
     ) -> None:
-        if not self._watchers:
-            self._watchers = [
-                asyncio.get_running_loop().create_task(self._watch(unit, on_lost, abandon))
-                for unit in range(len(self._ports))
-            ]
+        if self._watch_over is not None:
+            return
+
+        def watch_over(unit: int) -> None:
+            self._watchers.append(asyncio.get_running_loop().create_task(self._watch(unit, on_lost, abandon)))
+
+        self._watch_over = watch_over
+        for unit in range(len(self._ports)):
+            watch_over(unit)
 
     async def _watch(
         self, unit: int, on_lost: Callable[[int, str], None], abandon: Callable[[str], Awaitable[Sequence[str]]]

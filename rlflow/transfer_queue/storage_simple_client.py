@@ -44,11 +44,9 @@ class SimpleStorageClient(StorageClient):
     def __init__(self, endpoint: Mapping[str, Any], timeout_s: float, writer: str) -> None:
         import ray
 
-        self._ports = [
-            RayPort(handle, f"TransferQueue storage unit {number}", timeout_s)
-            for number, handle in enumerate(endpoint["units"])
-        ]
-        self._plain_ports = self._ports
+        self._timeout_s = timeout_s
+        self._plain_ports: list[RayPort] = []
+        self._ports = self._plain_ports
         self._writer = writer
         self._pid = os.getpid()
         self._process = self._pid, start_of_process(self._pid)
@@ -61,6 +59,7 @@ class SimpleStorageClient(StorageClient):
         self._left = threading.Event()
         self._keeper: list[threading.Thread] = []
         self._idle_s = float(endpoint["idle_s"])
+        self.meet(endpoint)
 
     def blocking(self) -> SimpleStorageClient:
         twin = copy.copy(self)  # shares everything but the ports
@@ -69,13 +68,23 @@ class SimpleStorageClient(StorageClient):
 
     # -- the units ---------------------------------------------------------------------------------
 
+    def knows(self, blocks: Sequence[Place]) -> bool:
+        return all(unit < len(self._plain_ports) for unit, _, _ in blocks)
+
+    def meet(self, endpoint: Mapping[str, Any]) -> None:
+        for number in range(len(self._plain_ports), len(endpoint["units"])):
+            handle = endpoint["units"][number]
+            self._plain_ports.append(RayPort(handle, f"TransferQueue storage unit {number}", self._timeout_s))
+
     async def _meet(self) -> None:
         """Ask each unit once who it is."""
         if os.getpid() != self._pid:
             raise QueueUnavailableError(
                 f"this client belongs to process {self._pid}; a forked child must connect to Ray and the table itself"
             )
-        if len(self._addresses) + len(self._lost) >= len(self._ports):
+        for port in self._plain_ports[len(self._ports) :]:  # of the blocking twin
+            self._ports.append(port.blocking())
+        if len(self._addresses.keys() | self._lost) >= len(self._ports):
             return
         strange = [unit for unit in range(len(self._ports)) if unit not in self._addresses and unit not in self._lost]
         calls = {unit: self._ports[unit].call("describe") for unit in strange}

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import rlflow.transfer_queue as tq
-from rlflow.trainer.ppo.issued_prompts import LOST_TAG, IssuedPrompts, LostGroups
+from rlflow.trainer.ppo.issued_prompts import IssuedPrompts, LostGroups
 from rlflow.trainer.ppo.replay_buffer import PartitionView
+from rlflow.transfer_queue.tags import LOST as LOST_TAG
 from rlflow.utils import tensordict_utils as tu
 
 

@@ -70,6 +70,12 @@ def put_batches(first: int, count: int) -> None:
         tq.kv_batch_put(keys, "train", rows_of(number), [{"status": "finished"}] * 4)
 
 
+def attach() -> None:
+    """Forget a table of an earlier test, and know all units of this one."""
+    tq.close()
+    put_batches(1, 1)
+
+
 def unit_blocks() -> list[int]:
     """Blocks of each storage unit."""
     return [unit["blocks"] for unit in asyncio.run(tq.get_client().async_stats())["units"]]
@@ -117,7 +123,33 @@ def test_a_killed_storage_unit_takes_its_rows_and_no_others(ray_table, processes
     assert tq.kv_batch_get("105_3", "train")["n"].tolist() == [105]
 
 
+def test_a_new_unit_takes_the_place_of_a_dead_one(ray_table, processes, table_processes):
+    tq.close()
+    tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1, "replacement_units": 1}}})
+    put_batches(0, 1)
+    for process in processes:
+        ray_get(process.run.remote(attach), what="a process to attach", timeout_s=60)
+    (first,) = table_processes.units()
+    kill(first)
+    # A process that knows the dead unit only finds the new one, to write and to read.
+    writer, reader = processes
+    ray_get(writer.run.remote(put_batches, 2, 1), what="a put", timeout_s=60)
+    assert ray_get(reader.run.remote(tq.kv_batch_get, "2_1", "train"), what="a get", timeout_s=60)["n"].tolist() == [2]
+    with pytest.raises(tq.StorageUnitLostError):
+        tq.kv_batch_get("0_0", "train")
+    put_batches(0, 1)
+    assert tq.kv_batch_get("0_3", "train")["x"].values().eq(0).all()
+    assert unit_blocks() == [0, 2]
+    (second,) = set(table_processes.units()) - {first}
+    kill(second)
+    with pytest.raises(tq.QueueUnavailableError, match="all 2 storage units"):
+        put_batches(3, 1)
+
+
 def test_without_any_unit_puts_are_refused_and_tags_live_on(ray_table, table_processes):
+    tq.close()
+    units = {"num_data_storage_units": 3, "exact_unit_count": True, "replacement_units": 0}
+    tq.init({"backend": {"SimpleStorage": units}})
     put_batches(0, 3)
     for pid in table_processes.units():
         kill(pid)

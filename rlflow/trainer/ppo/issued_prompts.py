@@ -11,9 +11,8 @@ from typing import Any
 
 import rlflow.transfer_queue as tq
 from rlflow.trainer.ppo.replay_buffer import PartitionView, uid_of
+from rlflow.transfer_queue.tags import LOST as LOST_TAG
 from rlflow.utils import tensordict_utils as tu
-
-LOST_TAG = "tq_lost"
 
 
 class IssuedPrompts:
