@@ -71,9 +71,11 @@ def test_a_forked_child_keeps_the_views_it_inherited(segment):
         os.read(to_parent, 1)
         os._exit(0)
     del view
-    assert not segment.retire()
-    os.write(from_child, b"x")
-    os.waitpid(child, 0)
+    try:
+        assert not segment.retire()
+    finally:
+        os.write(from_child, b"x")
+        os.waitpid(child, 0)
     assert segment.retire()
     os.close(to_parent)
     os.close(from_child)
