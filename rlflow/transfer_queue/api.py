@@ -25,7 +25,7 @@ Tag = dict[str, Any]
 DataParser = Callable[[dict[str, list[Any]]], dict[str, Any]]
 
 
-def init(conf: Any = None, *, strict: bool = True) -> Any:
+def init(conf: Any = None, *, strict: bool | None = None) -> Any:
     """Create the table, or attach to the running one.
 
     The process that creates the table owns it: the table ends with that process, or when it calls `close`. An attaching
@@ -34,7 +34,8 @@ def init(conf: Any = None, *, strict: bool = True) -> Any:
     Args:
         conf: the `transfer_queue` config (DictConfig or dict); see `settings.DEFAULTS`.
         strict: how this process reads. Strict: unknown keys and absent fields raise. Else (compat mode) they are left
-            out, see `kv_batch_get`. The latest call decides.
+            out, see `kv_batch_get`. None: strict in the process that creates the table, and in others as it reads. The
+            latest call decides.
 
     Returns:
         The merged config when the table was created, else `conf`.

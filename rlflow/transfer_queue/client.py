@@ -312,5 +312,10 @@ class TransferQueueClient(LowLevelCalls):
         return await self.controller.call("load_checkpoint", folder, extra_s=extra_s)
 
     async def async_stats(self) -> dict[str, Any]:
-        """{"rows": {partition: count}, "units": [{"blocks", "bytes"} of each storage unit]}."""
+        """{"rows": {partition: count}, "units": [for each storage unit, in bytes unless said otherwise]}.
+
+        A unit has `blocks` (a number) and their `bytes`, as far as they hold cells of rows; `segment_bytes` of shared
+        memory, of these `free_bytes` not in use and `pinned_bytes` freed but still looked at; and `private_bytes` of
+        blocks beside shared memory.
+        """
         return await self.controller.call("stats")

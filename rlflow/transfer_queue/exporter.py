@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from socketserver import TCPServer, ThreadingMixIn
@@ -173,6 +174,14 @@ def _unit_families(figures: TableFigures, requests: dict[str, dict[str, Any]]) -
     yield _gauges("tq_storage_request_ops", "Requests a second since the unit was started", [OPERATION, UNIT], ops)
 
 
+def _reachable(host: str) -> str:
+    """An address that a scraper can use, where the server listens on all of them."""
+    ray = sys.modules.get("ray")
+    if host != "0.0.0.0" or ray is None or not ray.is_initialized():  # noqa: S104 - a comparison
+        return host
+    return ray.util.get_node_ip_address()
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     """Binds without asking a name server for its own name, which takes seconds where none answers."""
 
@@ -222,7 +231,7 @@ class MeteredController(metered(TransferQueueController, rows_of_controller_call
                 "process, perhaps another run's table, has it; try port 0 for a free one"
             ) from error
         Thread(target=self._server.serve_forever, args=(0.1,), name="transfer-queue-metrics", daemon=True).start()
-        return f"{host}:{self._server.server_port}"
+        return f"{_reachable(host)}:{self._server.server_port}"
 
     async def session(self) -> dict[str, Any]:
         """See `TransferQueueController.session`."""

@@ -148,6 +148,8 @@ class Fetches:
 
     def committed(self, partition_id: str, keys: Sequence[str], fields: Iterable[str]) -> None:
         """Rows `keys` have got `fields`."""
+        if not self._views:
+            return
         new = set(fields)
         for (partition, task, wanted), view in self._views.items():
             if partition == partition_id and wanted & new:

@@ -151,7 +151,7 @@ def attached_client() -> TransferQueueClient:
     if client is not None:
         return client
     with _lock:
-        client = current_client() or _attach(default_namespace(), strict=True)
+        client = current_client() or _attach(default_namespace(), strict=None)
     if client is None:
         raise QueueNotInitializedError(
             f"no table is running: there is no actor {CONTROLLER_NAME!r} in Ray namespace {default_namespace()!r}. "
@@ -212,7 +212,7 @@ def leave(controller: Port) -> None:
     connection.client.disconnect()
 
 
-def init(conf: Any, strict: bool) -> Any:
+def init(conf: Any, strict: bool | None) -> Any:
     """See `api.init`."""
     with _lock:
         config = merge_config(conf)
@@ -223,10 +223,11 @@ def init(conf: Any, strict: bool) -> Any:
                     f"this process is attached to the table of namespace {connection.namespace!r} and cannot attach "
                     f"to {config['namespace']!r} too; close() first"
                 )
+            strict = connection.client.config["strict"] if strict is None else strict
             connection.client.strict = connection.direct.strict = strict
             return conf
         if config["backend"]["storage_backend"] == "Local":
-            _create_local(config, strict)
+            _create_local({**config, "strict": strict is not False})
             return _as_conf(config)
         for _ in range(_CREATE_ATTEMPTS):
             try:
@@ -235,7 +236,7 @@ def init(conf: Any, strict: bool) -> Any:
             except QueueUnavailableError:
                 # The name still pointed to a table that is on its way out; by now it is free.
                 logger.info("the table found in namespace %s was just closed; creating one", config["namespace"])
-            if _create(config, strict):
+            if _create({**config, "strict": strict is not False}):
                 return _as_conf(config)
         raise QueueUnavailableError(
             f"the actor {CONTROLLER_NAME!r} in namespace {config['namespace']!r} appears and disappears; another "
@@ -261,7 +262,7 @@ def _require_ray() -> Any:
     return ray
 
 
-def _attach(namespace: str, strict: bool) -> TransferQueueClient | None:
+def _attach(namespace: str, strict: bool | None) -> TransferQueueClient | None:
     ray = _require_ray()
     try:
         handle = ray.get_actor(CONTROLLER_NAME, namespace=namespace)
@@ -279,7 +280,8 @@ async def _call(port: Port, method: str) -> Any:
     return await port.call(method)
 
 
-def _connect(port: Port, strict: bool, owner: bool, namespace: str) -> TransferQueueClient:
+def _connect(port: Port, strict: bool | None, owner: bool, namespace: str) -> TransferQueueClient:
+    """Make the process's client; `strict` None reads as the creator of the table does."""
     global _connection
     session = loop_thread().run(_call(port, "session"))
     config = session["config"]
@@ -288,14 +290,14 @@ def _connect(port: Port, strict: bool, owner: bool, namespace: str) -> TransferQ
         port = RayPort(port.handle, _controller_title(namespace), config["rpc_timeout_s"])
     name = uuid.uuid4().hex[:16]
     storage = make_storage(session["endpoint"], config["rpc_timeout_s"], name)
-    client = TransferQueueClient(port, storage, config, strict, name)
+    client = TransferQueueClient(port, storage, config, config["strict"] if strict is None else strict, name)
     ray_session = _ray_session() if isinstance(port, RayPort) else ""
     with _state:
         _connection = _Connection(client, client.direct(), owner, os.getpid(), ray_session, namespace)
     return client
 
 
-def _create(config: dict[str, Any], strict: bool) -> bool:
+def _create(config: dict[str, Any]) -> bool:
     """Create the table; False when another process was faster."""
     ray = _require_ray()
     options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": _MAX_CONCURRENCY}
@@ -307,7 +309,7 @@ def _create(config: dict[str, Any], strict: bool) -> bool:
         return False
     logger.info("table created: %d storage unit(s), namespace %s", len(placements), config["namespace"])
     port = RayPort(handle, _controller_title(config["namespace"]), _START_TIMEOUT_S)
-    _connect(port, strict, owner=True, namespace=config["namespace"])
+    _connect(port, None, owner=True, namespace=config["namespace"])
     return True
 
 
@@ -319,9 +321,9 @@ def _controller_class(config: dict[str, Any]) -> type[TransferQueueController]:
     return MeteredController
 
 
-def _create_local(config: dict[str, Any], strict: bool) -> None:
+def _create_local(config: dict[str, Any]) -> None:
     controller = _controller_class(config)(config, [None])
-    _connect(LocalPort(controller, loop_thread().loop), strict, owner=True, namespace=config["namespace"])
+    _connect(LocalPort(controller, loop_thread().loop), None, owner=True, namespace=config["namespace"])
 
 
 def close() -> None:

@@ -161,7 +161,7 @@ class SimpleStorageClient(StorageClient):
         request = self._ask(segment_bytes(draft.nbytes, 0))
         try:
             lease = await self._answer(request)
-        except asyncio.CancelledError:
+        except BaseException:
             self._return_unused(request)
             raise
         if lease is None:

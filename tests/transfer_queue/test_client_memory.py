@@ -92,11 +92,15 @@ def test_beyond_the_limit_data_goes_through_messages_and_nothing_is_lost(table, 
 
 
 def test_without_shared_memory_everything_works_by_messages(table, messages):
-    table(shared_memory=False)
+    table(shared_memory=False, num_data_storage_units=3, exact_unit_count=True)
     keys = put(0)
     assert is_whole(keys, 0)
     assert messages.count("write") == messages.count("read") == 1
     assert "lease" not in messages
+    mixed = [key for trio in zip(keys, put(100), put(200), strict=True) for key in trio]
+    got = tq.kv_batch_get(mixed, "train")  # rows of three units in turn
+    assert messages.count("read") == 1 + 3
+    assert [row[0].item() for row in got["x"].unbind()] == [1000 * i + n for i in range(8) for n in (0, 100, 200)]
     got = tq.kv_batch_get(keys, "train")
     got["x"].values().zero_()  # what came in a message may be written to as well
     assert is_whole(keys, 0)

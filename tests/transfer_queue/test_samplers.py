@@ -219,3 +219,15 @@ def test_a_sampler_reaches_the_controller_in_its_process(ray_cluster):
     assert fetched(client, 2, 0, 1) == []
     assert client.config["controller"]["sampler"] == "GRPOGroupNSampler"
     tq.close()
+
+
+def test_what_ranks_were_given_is_part_of_a_checkpoint(tmp_path):
+    with table("RankAwareSampler") as client:
+        client.put(rows(0, 1, 2, 3), partition_id="train")
+        assert fetched(client, 2, 0, 0) == [0, 1]
+        tq.save_checkpoint(tmp_path / "table")
+    with table("RankAwareSampler") as client:
+        tq.load_checkpoint(tmp_path / "table")
+        assert fetched(client, 2, 0, 0) == [0, 1]
+        assert fetched(client, 2, 1, 0) == [2, 3]
+        assert client.check_consumption_status("update", "train")

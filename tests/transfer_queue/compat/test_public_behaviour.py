@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+import torch
 
 import rlflow.transfer_queue as tq
+from rlflow.utils.ray_utils import ray_get
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -93,6 +96,30 @@ def test_every_public_name_can_be_imported() -> None:
     for name in ("StreamingDataset", "StreamingDataLoader"):
         with pytest.raises(ImportError, match="get_meta"):
             getattr(tq, name)
+
+
+@ray.remote(num_cpus=0)
+class OtherProcess:
+    """Never calls init."""
+
+    def read(self, keys: list[str]) -> list[int]:
+        return tq.kv_batch_get(keys, "train", "n")["n"].tolist()
+
+
+@pytest.mark.parametrize("strict", [False, None])
+def test_a_process_that_attaches_by_itself_reads_as_the_owner_does(ray_cluster: None, strict: bool | None) -> None:
+    tq.close()
+    tq.init(strict=strict)
+    tq.kv_put("a", "train", {"n": torch.tensor(1)})
+    other = OtherProcess.remote()
+    read = other.read.remote(["a", "gone"])
+    if strict is None:
+        with pytest.raises(tq.StorageKeyNotFoundError):
+            ray_get(read, what="the other process", timeout_s=60)
+    else:
+        assert ray_get(read, what="the other process", timeout_s=60) == [1]
+    ray.kill(other)
+    tq.close()
 
 
 PUBLIC_NAMES = """
