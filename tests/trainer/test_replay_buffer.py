@@ -127,9 +127,9 @@ def test_padding_rows_fill_up_to_the_multiple_and_balance_splits_the_work(queue:
 
 def test_a_view_that_is_too_far_behind_looks_at_everything_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     from rlflow.trainer.ppo.replay_buffer import PartitionView
-    from rlflow.transfer_queue import table
+    from rlflow.transfer_queue import changes as log
 
-    monkeypatch.setattr(table, "MAX_TOMBSTONES", 2)
+    monkeypatch.setattr(log, "MAX_TOMBSTONES", 2)
     tq.init({"namespace": "local-view", "backend": {"storage_backend": "Local"}})
     try:
         view = PartitionView("train")
