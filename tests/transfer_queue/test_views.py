@@ -41,25 +41,31 @@ def check(partition: str, keys: list[str], number: int) -> bool:
     return same(tq.kv_batch_get(keys, partition), number)
 
 
+def pass_through(partition: str, length: int, count: int, filler: int) -> None:
+    """Put and clear batches of one column, one after the other, which takes memory that others have left."""
+    keys = [f"filler {i}" for i in range(ROWS)]
+    for _ in range(count):
+        values = torch.full((ROWS, length), filler)
+        tq.kv_batch_put(keys, partition, TensorDict({"x": values}, batch_size=[ROWS]))
+        tq.kv_clear(keys, partition)
+
+
 @pytest.mark.parametrize("held", ["everything", "a slice", "part of the rows"])
-def test_held_views_outlive_rows_and_recycled_memory(table, partition, held):
-    keys = put(partition, 1)
-    if held == "part of the rows":
-        got = tq.kv_batch_get(keys[10:20], partition)["x"].values().view(10, LENGTH)
-        want = batch(1)["x"][10:20]
-    else:
-        got = tq.kv_batch_get(keys, partition)["x"].values().view(ROWS, LENGTH)
-        want = batch(1)["x"]
-        if held == "a slice":
-            got, want = got[3, 7:11], want[3, 7:11]
-    tq.kv_clear(keys, partition)
-    for number in range(2, 40):  # 160 MiB through the memory of a few batches
-        other = put(partition, number, f"{number}/")
+@pytest.mark.parametrize(
+    ("length", "before", "after"), [(4096, 60, 100), (40_000, 1, 6)], ids=["2 MB blocks", "20 MB blocks"]
+)
+def test_held_views_outlive_rows_and_recycled_memory(table, partition, held, length, before, after):
+    pass_through(partition, length, before, -1)  # until the segments have the size that they keep
+    want = torch.arange(ROWS * length).reshape(ROWS, length)
+    tq.kv_batch_put(KEYS, partition, TensorDict({"x": want}, batch_size=[ROWS]))
+    keys, rows = (KEYS[10:20], slice(10, 20)) if held == "part of the rows" else (KEYS, slice(None))
+    got, want = tq.kv_batch_get(keys, partition)["x"].values().view(-1, length), want[rows]
+    if held == "a slice":
+        got, want = got[3, 7:11], want[3, 7:11]
+    tq.kv_clear(KEYS, partition)
+    for _ in range(3):
+        pass_through(partition, length, after // 3, -2)
         assert torch.equal(got, want)
-        tq.kv_clear(other, partition)
-    assert torch.equal(got, want)
-    del got
-    assert check(partition, put(partition, 50), 50)
 
 
 def test_upserts_do_not_change_what_was_read(table, partition):
