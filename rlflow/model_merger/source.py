@@ -143,10 +143,10 @@ def _check_integrity(folder: Path) -> None:
     if not (step / MANIFEST).exists() and not step.name.startswith("global_step_"):
         logger.warning("%s stands alone, without the %s of its step: damage may stay unnoticed", folder, MANIFEST)
         return
-    needed = [
-        f"{folder.name}/{part}"
-        for part in (META, f"{MODEL_FOLDER}/", f"{HF_FOLDER}/", f"{ADAPTER_FOLDER}/", ADAPTER_META)
-    ]
+    parts = [META, f"{MODEL_FOLDER}/", f"{HF_FOLDER}/"]
+    if (folder / ADAPTER_META).is_file():
+        parts += [f"{ADAPTER_FOLDER}/", ADAPTER_META]
+    needed = [f"{folder.name}/{part}" for part in parts]
     problems = verify_manifest(step, below=needed)
     if problems:
         more = f" and {len(problems) - 1} more problems" if len(problems) > 1 else ""
