@@ -53,7 +53,7 @@ class CheckpointWriter:
             None when everything is written, else the file that appears once it is.
 
         Raises:
-            CheckpointError: the disk refuses. A thread tells it by its file.
+            OSError, CheckpointError: the disk refuses. A thread tells it by its file.
         """
         self.wait()
         if not self._in_background:

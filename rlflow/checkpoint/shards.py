@@ -48,14 +48,11 @@ class PendingFile:
     json: Any = None
 
     def write(self) -> None:
-        """Write it from the memory that it is in now; `CheckpointError` when the disk refuses."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.tensors is None:
-                write_json(self.path, self.json)
-        except OSError as error:
-            raise CheckpointError(f"{self.path} was not written: {error}") from error
-        if self.tensors is not None:
+        """Write it from the memory that it is in now; OSError or `CheckpointError` when the disk refuses."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.tensors is None:
+            write_json(self.path, self.json)
+        else:
             write_tensors({name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}, self.path)
 
     def snapshot(self) -> PendingFile:
