@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import rlflow.transfer_queue as tq
 from rlflow.observe.journal import JOURNAL, read_lines
 from rlflow.trainer.ppo.trainer_sync import PPOTrainerSync
+from rlflow.transfer_queue.tags import LOST
 from rlflow.utils.ray_utils import ray_get
 
 
@@ -26,22 +27,22 @@ def storage_pid() -> int:
     return ray_get(ray.get_actor(**unit).__ray_call__.remote(lambda _: os.getpid()), what="a pid", timeout_s=30)
 
 
-def kill_the_storage_once_it_holds_a_trajectory(pid: int) -> None:
+def until(true: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if sum(unit["blocks"] for unit in asyncio.run(tq.get_client().async_stats())["units"]):
-            os.kill(pid, signal.SIGKILL)
-            return
+    while not true():
+        assert time.monotonic() < deadline, what
         time.sleep(0.01)
 
 
 class Unlucky(PPOTrainerSync):
-    """The first step loses the storage in the middle of its rollout."""
+    """The first step loses the storage in the middle of its rollout, and knows it when it looks for trajectories."""
 
     def on_sample_begin(self) -> None:
         if self.global_steps == 1:
-            pid = storage_pid()
-            threading.Thread(target=kill_the_storage_once_it_holds_a_trajectory, args=(pid,)).start()
+            pid, stats = storage_pid(), tq.get_client().async_stats
+            until(lambda: sum(unit["blocks"] for unit in asyncio.run(stats())["units"]), "a trajectory is stored")
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: any(LOST in tag for tag in tq.kv_list("train")["train"].values()), "the loss is known")
 
 
 def test_prompts_start_again_when_their_rows_are_lost(run_trainer, tiny_overrides, read_metrics, tmp_path: Path):
