@@ -15,8 +15,9 @@ from rlflow.transfer_queue.storage import Extent, Place
 Views = list[BlockView | None]
 OwnCells = dict[str, tuple[np.ndarray, np.ndarray]]
 
-# Views keep a whole segment from being used anew; a smaller part of it than this is copied instead.
-_SMALLEST_PART = 16
+# Views keep a whole segment from being used anew; what is less than both of these is copied instead.
+_SMALLEST_PART = 16  # of the segment
+_SMALLEST_BYTES = 4 << 20
 
 
 def open_segments(blocks: Sequence[Place], address_of: Callable[[int], UnitAddress | None]) -> Views:
@@ -109,7 +110,11 @@ def _own_small_views(columns: dict[str, Column]) -> None:
         if segment is not None:
             segments[id(segment)] = segment
             seen[id(segment)] = seen.get(id(segment), 0) + column.data.nbytes
-    small = {key for key, segment in segments.items() if seen[key] * _SMALLEST_PART < segment.nbytes}
+    small = {
+        key
+        for key, segment in segments.items()
+        if seen[key] < _SMALLEST_BYTES and seen[key] * _SMALLEST_PART < segment.nbytes
+    }
     for column in columns.values():
         segment = _segment_of(column.data)
         if segment is not None and id(segment) in small:
