@@ -101,7 +101,8 @@ def test_a_model_on_its_own_pool_scores_at_any_time_and_survives_a_kill(ray_clus
         first = server_pid(manager)
         os.kill(first, 9)
         [again] = scores(manager, data("2"))
-        assert again == result[0] and server_pid(manager) != first
+        # Up to rounding: the first time other rows were in its batch.
+        assert again.value == expected(tiny_reward_model_dir, "2") and server_pid(manager) != first
 
         ray.kill(manager.reward_model.rollout_replicas[0].server_handle)
         started = time.monotonic()
