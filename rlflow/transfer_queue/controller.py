@@ -229,7 +229,7 @@ class TransferQueueController(RowCalls):
             self._host.free(living)
 
     async def unit_lost(self, unit: int, reason: str) -> Any:
-        """A storage unit is gone; tells it for the first time or again. Returns the `endpoint` of the units there are."""
+        """A storage unit is gone; tells it for the first time or again. Returns the `endpoint` of those there are."""
         self._lose_unit(unit, reason)
         return self._host.endpoint
 

@@ -141,15 +141,15 @@ class _LinearLogProb(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             inv_t = None if inv_temperature is None else inv_temperature[part]
             grad_l = None if grad_log_probs is None else grad_log_probs[part]
-            log_p = ctx.kept.pop(start, None)
             # A kept log-softmax saves the product, unless a soft cap needs the logits for its slope.
+            log_p = ctx.kept.pop(start, None)
             logits = head.logits(hidden[part], inv_t) if log_p is None or ctx.softcap is not None else None
             slope = head.slope(logits, inv_t)
             if ctx.kernel is not None:
-                assert grad_l is not None  # log-probs are the only output of this way
+                assert grad_l is not None and logits is not None  # log-probs are the only output of this way
                 grad_logits = cross_entropy_kernel.grad_logits(ctx.kernel, logits, labels[part], grad_l)
             else:
-                if log_p is None:
+                if logits is not None and log_p is None:
                     log_p = _log_softmax(logits)
                 del logits  # so that at most two tensors of this size exist
                 grad_logits = _maybe_compiled(_grad_logits, ctx.compiled)(
