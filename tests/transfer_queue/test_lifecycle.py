@@ -170,7 +170,9 @@ def test_init_after_an_unnoticed_death_creates_a_new_table(ray_table):
     assert tq.kv_list() == {}
 
 
-def test_a_dead_storage_unit_is_named(ray_table):
+def test_a_dead_storage_unit_is_named(ray_cluster):
+    tq.close()
+    tq.init({"backend": {"SimpleStorage": {"replacement_units": 0}}})
     tq.kv_put("a", "train", {"x": torch.ones(1)})
     for port in tq.get_client()._storage._ports:
         ray.kill(port.handle)
