@@ -76,9 +76,7 @@ def _shards(key: str, size: int, ranks: int) -> list[str]:
     if size == -1 or size >= ranks or (size > 0 and ranks % size == 0):
         return []
     fitting = max((n for n in range(1, ranks + 1) if ranks % n == 0 and n <= size), default=-1)
-    return [
-        f"{key}.fsdp_size={size} does not divide {_ranks(key, ranks)}.\n    try:    {key}.fsdp_size={fitting}"
-    ]
+    return [f"{key}.fsdp_size={size} does not divide {_ranks(key, ranks)}.\n    try:    {key}.fsdp_size={fitting}"]
 
 
 def _ranks(key: str, ranks: int) -> str:

@@ -1,4 +1,7 @@
-"""A run whose checkpoints are written while it goes on: each counts once it is whole. (One is gone on from in test_resume.)"""
+"""A run whose checkpoints are written while it goes on: each counts once it is whole.
+
+That a run goes on from one is part of test_resume.
+"""
 
 from __future__ import annotations
 

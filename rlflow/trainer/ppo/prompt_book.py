@@ -1,8 +1,8 @@
 """What became of the prompts that were handed to the agent loops: for the journal, and for those that start again.
 
-    issued ──> ended or dropped (a reason) ──> trained, or left out with the reason
-       ▲            │
-       └── again ───┘ its rows were lost with a storage unit
+issued ──> ended or dropped (a reason) ──> trained, or left out with the reason
+   ▲            │
+   └── again ───┘ its rows were lost with a storage unit
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PromptBook:
         return list(self._open)
 
     def issued(self, step: int, partition: str, batch: Any, uids: Sequence[str], sessions: int, version: int) -> None:
-        """Prompts go to the agent loops: row i of `batch` is `uids[i]`, for so many sessions by weights of `version`."""
+        """Prompts go to the agent loops, row i of `batch` is `uids[i]`; `version` is that of the weights that answer."""
         if partition == "train":
             self._open.update(dict.fromkeys(uids, "its end was not seen"))
         self._recorder.issued(step, partition, list(uids), sessions, version)
