@@ -125,7 +125,7 @@ def test_reward_model_and_reference_on_devices_of_their_own(
 
 
 class OwnReference(PPOTrainerSync):
-    """A user's map of roles: the reference is a worker of its own in the policy's processes. And the reward model sleeps
+    """A user's map of roles: the reference is a worker of its own in the policy's processes. The reward model sleeps
     but while a batch is scored.
     """
 

@@ -36,7 +36,7 @@ class PromptBook:
         return list(self._open)
 
     def issued(self, step: int, partition: str, batch: Any, uids: Sequence[str], sessions: int, version: int) -> None:
-        """Prompts go to the agent loops, row i of `batch` is `uids[i]`; `version` is that of the weights that answer."""
+        """Prompts go to the agent loops, row i of `batch` is `uids[i]`; `version` is that of the weights."""
         if partition == "train":
             self._open.update(dict.fromkeys(uids, "its end was not seen"))
         self._recorder.issued(step, partition, list(uids), sessions, version)
