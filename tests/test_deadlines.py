@@ -19,6 +19,8 @@ PACKAGE = Path(rlflow.__file__).parent
 # file::function -> why this wait may be without a deadline of its own.
 ALLOWED = {
     "agent_loop/session.py::within_deadline": "the task is done",
+    "checkpoint/background.py::CheckpointWriter.wait": "one save; the trainer's call has call_timeout_s",
+    "checkpoint/background.py::CheckpointWriter.write": "as above",
     "observe/tracking/guard.py::Background._work": "its own thread, waiting for work; who waits for it has a limit",
     "reward_loop/child.py::Channel.start_guard": "the guard lives until its worker's pipe closes; that is its purpose",
     "reward_loop/child.py::serve_async": "waits for the worker's next request or for the end of its pipe",
@@ -29,7 +31,12 @@ ALLOWED = {
     "reward_loop/process.py::ScorerProcess.kill": "inside asyncio.timeout",
     "reward_loop/worker.py::RewardLoopWorker._within_deadline": "the task is done",
     "single_controller/base/decorator.py::_resolve": "a call's future; it has the group's call_timeout_s",
+    "trainer/ppo/background_save.py::PreparedCheckpoint._complete": "BackgroundFiles was made with a limit",
+    "transfer_queue/capacity.py::RoomQueue.commit": "the future is done",
+    "transfer_queue/ports.py::LocalPort.finish": "a loop of this process; what its calls wait for has deadlines",
     "transfer_queue/runtime.py::LoopThread.run": "the calls in the coroutine have rpc_timeout_s",
+    "transfer_queue/segment.py::Segment.retire": "it gives the lock back",
+    "transfer_queue/storage_simple_client.py::SimpleStorageClient._return_unused": "called when the reply is there",
     "utils/ray_utils.py::run_coroutine": "the calls in the coroutine have deadlines",
     "workers/rollout/hf/score_queue.py::ScoreQueue._run": "its own task, waiting for work; each request has a deadline",
     "workers/rollout/hf/score_queue.py::ScoreQueue.close": "one forward; who calls the server has CALL_TIMEOUT_S",

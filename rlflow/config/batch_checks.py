@@ -24,7 +24,7 @@ def check_lengths(c: TypedConfig, problems: list[str], notices: list[str]) -> No
             actor_sp,
         ),
     }
-    if c.needs_ref:
+    if c.loads_ref:
         budgets[f"{REF}.log_prob_max_token_len_per_gpu"] = (
             c.ref.log_prob_use_dynamic_bsz,
             c.ref.log_prob_max_token_len_per_gpu,
@@ -35,7 +35,7 @@ def check_lengths(c: TypedConfig, problems: list[str], notices: list[str]) -> No
         for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
             budgets[f"critic.{name}"] = (c.critic.use_dynamic_bsz, c.critic[name], critic_sp)
     for key, (dynamic, budget, sp) in budgets.items():
-        if dynamic and budget * sp < longest:
+        if dynamic and budget * max(1, sp) < longest:
             shared = f" x {sp} ranks that share a row" if sp > 1 else ""
             problems.append(
                 f"{key}={budget}{shared} is less than one sequence may have: prompt {c.rollout.prompt_length} + "
@@ -142,7 +142,7 @@ def _check_log_prob_batches(c: TypedConfig, problems: list[str]) -> None:
     sizes: dict[str, tuple[bool, int | None]] = {
         ROLLOUT: (c.rollout.log_prob_use_dynamic_bsz, c.rollout.log_prob_micro_batch_size_per_gpu)
     }
-    if c.needs_ref:
+    if c.loads_ref:
         sizes[REF] = (c.ref.log_prob_use_dynamic_bsz, c.ref.log_prob_micro_batch_size_per_gpu)
     for node, (dynamic, rows) in sizes.items():
         if not dynamic and rows is None:

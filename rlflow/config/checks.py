@@ -111,6 +111,11 @@ class TypedConfig:
     needs_ref: bool
     needs_critic: bool
 
+    @property
+    def loads_ref(self) -> bool:
+        """Whether there is a reference model; a policy that trains an adapter is its own reference."""
+        return self.needs_ref and not self.model.uses_lora
+
 
 Check = Callable[[TypedConfig, list[str], list[str]], None]
 

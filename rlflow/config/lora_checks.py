@@ -41,6 +41,11 @@ def _check_adapter(node: str, model: HFModelConfig, problems: list[str]) -> None
         problems.append(
             f"{node}.lora_rank={model.lora_rank} needs the package peft.\n    try:    pip install 'rlflow[lora]'"
         )
+    if model.lora_alpha <= 0:
+        problems.append(
+            f"{node}.lora_alpha={model.lora_alpha}: an adapter counts lora_alpha / lora_rank times, so this one would "
+            f"never say anything.\n    try:    {node}.lora_alpha={max(16, 2 * model.lora_rank)}"
+        )
     path = model.lora_adapter_path
     if path and not (Path(path).expanduser() / "adapter_config.json").is_file():
         problems.append(

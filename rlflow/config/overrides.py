@@ -7,6 +7,7 @@ with the nearest existing keys, before anything else starts.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,17 +23,28 @@ def compose_config(overrides: Sequence[str] = (), config_name: str = CONFIG_NAME
 
     Raises ConfigError for overrides that name no key or do not parse.
     """
-    from hydra import compose, initialize_config_module
-    from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
     overrides = check_overrides(overrides, config_name)
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_module(CONFIG_MODULE, version_base=None):
-            return compose(config_name, overrides=overrides)
+        return _compose(config_name, overrides)
     except HydraException as error:
         raise ConfigError(f"the overrides cannot be composed: {error}") from error
+
+
+@functools.cache
+def _defaults(config_name: str, groups: tuple[str, ...]) -> Any:
+    """The tree that the package's files make, to look at; composing it again would take as long as the user's."""
+    return _compose(config_name, groups)
+
+
+def _compose(config_name: str, overrides: Sequence[str]) -> Any:
+    from hydra import compose, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    GlobalHydra.instance().clear()
+    with initialize_config_module(CONFIG_MODULE, version_base=None):
+        return compose(config_name, overrides=list(overrides))
 
 
 def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) -> list[str]:
@@ -42,8 +54,6 @@ def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) ->
     where the key exists it sets it, since commands written for the reference add keys that are options here.
     `~key` is refused: an option that is taken away would only get its default back.
     """
-    from hydra import compose, initialize_config_module
-    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -57,12 +67,10 @@ def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) ->
             problems.append(
                 f"{text!r} is not an override: {str(error).splitlines()[0]}\n    try:    key=value without spaces"
             )
-    GlobalHydra.instance().clear()
     # Group choices decide which keys exist, so they are applied before the others are judged.
     groups = [p.input_line for p in parsed if p.input_line and _is_group(p.get_key_element()) and not p.is_delete()]
     try:
-        with initialize_config_module(CONFIG_MODULE, version_base=None):
-            config = compose(config_name, overrides=groups)
+        config = _defaults(config_name, tuple(groups))
     except HydraException as error:
         raise ConfigError(
             f"{' '.join(groups)}: {str(error).splitlines()[0]}\n    try:    model_engine=dp, the engine of this version"

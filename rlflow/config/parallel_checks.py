@@ -28,17 +28,19 @@ def split_over(config: Any, needs_ref: bool, needs_critic: bool) -> int:
 
 def check_parallel(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
     """Ulysses, HSDP and offloading of every engine."""
-    engines: list[tuple[str, Any, Any, bool]] = [
-        (f"{ACTOR}.fsdp_config", c.actor.fsdp_config, c.actor, c.model.use_remove_padding)
-    ]
-    if c.needs_ref:
-        engines.append((f"{REF}.fsdp_config", c.ref.fsdp_config, c.ref, c.model.use_remove_padding))
-    if c.needs_critic:
-        engines.append(("critic.fsdp", c.critic.fsdp, c.critic, c.critic.model.use_remove_padding))
     ranks = c.trainer.n_gpus_per_node * c.trainer.nnodes
-    for key, engine, role, packs in engines:
-        problems.extend(_sequence(key, engine, role, packs, ranks))
-        problems.extend(_shards(key, engine.fsdp_size, ranks))
+    engines: list[tuple[str, Any, Any, bool, int]] = [
+        (f"{ACTOR}.fsdp_config", c.actor.fsdp_config, c.actor, c.model.use_remove_padding, ranks)
+    ]
+    if c.loads_ref:
+        its_ranks = c.ref.n_gpus_per_node * c.ref.nnodes if c.ref.enable_resource_pool else ranks
+        engines.append((f"{REF}.fsdp_config", c.ref.fsdp_config, c.ref, c.model.use_remove_padding, its_ranks))
+    if c.needs_critic:
+        engines.append(("critic.fsdp", c.critic.fsdp, c.critic, c.critic.model.use_remove_padding, ranks))
+    for key, engine, role, packs, size in engines:
+        if size > 0:  # else another check has said it
+            problems.extend(_sequence(key, engine, role, packs, size))
+            problems.extend(_shards(key, engine.fsdp_size, size))
         if engine.grad_offload and not engine.param_offload:
             problems.append(
                 f"{key}.grad_offload=true without param_offload: gradients live where their parameters are.\n"
@@ -48,16 +50,17 @@ def check_parallel(c: TypedConfig, problems: list[str], notices: list[str]) -> N
 
 def _sequence(key: str, engine: Any, role: Any, packs: bool, ranks: int) -> list[str]:
     size, outer = engine.ulysses_sequence_parallel_size, role.ulysses_sequence_parallel_size
-    name = f"{key}.ulysses_sequence_parallel_size"
+    inner_name = f"{key}.ulysses_sequence_parallel_size"
+    outer_name = f"{key.rpartition('.')[0]}.ulysses_sequence_parallel_size"
     if outer not in (1, size):
-        node = key.rpartition(".")[0]
         return [
-            f"{node}.ulysses_sequence_parallel_size={outer} and {name}={size} differ.\n"
-            f"    try:    leave the second unset: it follows the first"
+            f"{outer_name}={outer} and {inner_name}={size} differ.\n    try:    leave the second unset: it follows the "
+            "first"
         ]
+    name = outer_name if outer == size else inner_name  # the one that was set
     if size < 1 or ranks % size:
         fitting = max((n for n in range(1, ranks + 1) if ranks % n == 0 and n <= size), default=1)
-        return [f"{name}={size} does not divide the {ranks} ranks of the run.\n    try:    {name}={fitting}"]
+        return [f"{name}={size} does not divide {_ranks(key, ranks)}.\n    try:    {name}={fitting}"]
     if size > 1 and not packs:
         role_name, model = (
             ("critic", "critic.model") if key == "critic.fsdp" else ("actor/ref", "actor_rollout_ref.model")
@@ -73,6 +76,8 @@ def _shards(key: str, size: int, ranks: int) -> list[str]:
     if size == -1 or size >= ranks or (size > 0 and ranks % size == 0):
         return []
     fitting = max((n for n in range(1, ranks + 1) if ranks % n == 0 and n <= size), default=-1)
-    return [
-        f"{key}.fsdp_size={size} does not divide the {ranks} ranks of the run.\n    try:    {key}.fsdp_size={fitting}"
-    ]
+    return [f"{key}.fsdp_size={size} does not divide {_ranks(key, ranks)}.\n    try:    {key}.fsdp_size={fitting}"]
+
+
+def _ranks(key: str, ranks: int) -> str:
+    return f"the {ranks} ranks of the {'reference' if key.startswith(REF) else 'run'}"

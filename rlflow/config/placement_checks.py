@@ -31,9 +31,11 @@ def check_reference_place(c: TypedConfig, problems: list[str], notices: list[str
     found = problem.below(f"{REF}.nnodes", c.ref.nnodes, 1)
     found += problem.below(f"{REF}.n_gpus_per_node", c.ref.n_gpus_per_node, 1)
     ranks, rows = c.ref.n_gpus_per_node * c.ref.nnodes, c.actor.ppo_mini_batch_size * c.rollout.n
-    if not found and rows % ranks:
+    share = max(1, c.ref.fsdp_config.ulysses_sequence_parallel_size)
+    if not found and rows % max(1, ranks // share):
+        shared = f", of which {share} share a row," if share > 1 else ""
         found.append(
-            f"{REF}.n_gpus_per_node x nnodes = {ranks} ranks do not divide the {rows} rows of a mini-batch "
+            f"{REF}.n_gpus_per_node x nnodes = {ranks} ranks{shared} do not divide the {rows} rows of a mini-batch "
             "(actor.ppo_mini_batch_size x rollout.n): batches would be filled up with rows that train nothing.\n"
             f"    try:    {REF}.n_gpus_per_node=1 {REF}.nnodes=1, or a number of ranks that divides {rows}"
         )

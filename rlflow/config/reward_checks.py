@@ -19,8 +19,11 @@ def check_reward_model(c: TypedConfig, problems: list[str], notices: list[str]) 
     """The model, its place, and what cannot be combined with it."""
     model = c.reward.reward_model
     if not model.enable:
-        if model.enable_resource_pool:
-            notices.append(f"{NODE}.enable_resource_pool=true has no effect: {NODE}.enable is false")
+        without_effect = ["enable_resource_pool=true"] if model.enable_resource_pool else []
+        without_effect += [f"model_path={model.model_path}"] if model.model_path else []
+        if without_effect:
+            set_keys = ", ".join(f"{NODE}.{item}" for item in without_effect)
+            notices.append(f"{set_keys}: no model scores, because {NODE}.enable is false")
         return
     _check_model(model.model_path, problems)
     _check_servers(model.rollout, problems)
@@ -29,6 +32,7 @@ def check_reward_model(c: TypedConfig, problems: list[str], notices: list[str]) 
         problems.extend(problem.below(f"{NODE}.n_gpus_per_node", model.n_gpus_per_node, 1))
     else:
         _check_colocated(c, problems)
+    _check_names(c, problems)
     manager = c.reward.reward_manager
     if not c.reward.custom_reward_function.path and (manager.source, manager.name) == ("register", "dapo"):
         problems.append(
@@ -36,6 +40,25 @@ def check_reward_model(c: TypedConfig, problems: list[str], notices: list[str]) 
             "it.\n    try:    reward.custom_reward_function.path=... (it may ask the model), or "
             "reward.reward_manager.name=naive"
         )
+
+
+def _check_names(c: TypedConfig, problems: list[str]) -> None:
+    """Where the model alone scores, `score` is the only number beside the reward."""
+    manager, agent = c.reward.reward_manager, c.rollout.agent
+    users_own = c.reward.custom_reward_function.path or agent.agent_loop_config_path or agent.agent_loop_manager_class
+    if users_own or (manager.source, manager.name) != ("register", "naive"):
+        return
+    asked = {"algorithm.gdpo_reward_keys": list(c.algorithm.gdpo_reward_keys or [])}
+    if c.algorithm.filter_groups.enable and c.algorithm.filter_groups.metric:
+        asked["algorithm.filter_groups.metric"] = [c.algorithm.filter_groups.metric]
+    for key, names in asked.items():
+        unknown = [name for name in names if name != "score"]
+        if unknown:
+            problems.append(
+                f"{key} asks for {', '.join(unknown)}, and a reward model says one number, `score`.\n"
+                f"    try:    {key}={'[score]' if key.endswith('keys') else 'score'}, or a "
+                "reward.custom_reward_function.path that returns the others (it may ask the model)"
+            )
 
 
 def _check_model(path: str | None, problems: list[str]) -> None:

@@ -54,6 +54,7 @@ def test_the_keys_of_the_reference_are_there(grpo: list[str]) -> None:
         ([f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[]"], "target_modules"),
         ([f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=7"], "target_modules"),
         ([f"{MODEL}.lora_adapter_path=/nowhere"], "no adapter_config.json"),
+        ([f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=0"], "lora_alpha=16"),
         (
             [
                 "algorithm.adv_estimator=gae",
@@ -68,6 +69,14 @@ def test_what_cannot_work_is_refused(grpo: list[str], overrides: list[str], part
     with pytest.raises(ConfigError) as error:
         validate_config(compose_config([*grpo, *overrides]))
     assert part in str(error.value)
+
+
+def test_a_policy_that_is_its_own_reference_needs_no_sizes_for_one(grpo: list[str]) -> None:
+    rows = [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", f"{ACTOR}.use_kl_loss=true"]
+    rows += ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4"]
+    with pytest.raises(ConfigError, match="ref.log_prob_micro_batch_size_per_gpu is not set"):
+        validate_config(compose_config([*grpo, *rows]))
+    validate_config(compose_config([*grpo, *rows, f"{MODEL}.lora_rank=8"]))
 
 
 def test_keys_without_an_adapter_are_named(grpo: list[str]) -> None:

@@ -29,7 +29,11 @@ def test_one_key_of_the_actor_reaches_its_engine_and_the_reference(files: list[s
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        ([f"{ACTOR}.ulysses_sequence_parallel_size=3"], "try:    actor_rollout_ref.actor.fsdp_config"),
+        ([f"{ACTOR}.ulysses_sequence_parallel_size=3"], f"try:    {ACTOR}.ulysses_sequence_parallel_size=2"),
+        (
+            [f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=3"],
+            f"try:    {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+        ),
         (
             [f"{ACTOR}.ulysses_sequence_parallel_size=2", "actor_rollout_ref.model.use_remove_padding=false"],
             "you must enable `use_remove_padding`",
@@ -57,6 +61,11 @@ def test_one_key_of_the_actor_reaches_its_engine_and_the_reference(files: list[s
 )
 def test_meshes_that_cannot_be_are_named(files: list[str], overrides: list[str], part: str) -> None:
     assert part in problems_of([*files, *FOUR, *overrides])
+
+
+def test_ranks_that_share_no_row_are_one_problem(files: list[str]) -> None:
+    found = problems_of([*files, *FOUR, f"{ACTOR}.ulysses_sequence_parallel_size=0"])
+    assert "1 problem" in found and f"{ACTOR}.ulysses_sequence_parallel_size=0 does not divide" in found
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,14 @@ def test_a_good_configuration_passes_in_both_places(scored: list[str]) -> None:
             "a colocated reward model has not scored them",
         ),
         (["algorithm.adv_estimator=remax"], "a colocated reward model scores later"),
+        (
+            [*OWN, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc"],
+            "algorithm.filter_groups.metric asks for acc, and a reward model says one number",
+        ),
+        (
+            ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[score,format]"],
+            "algorithm.gdpo_reward_keys asks for format,",
+        ),
     ],
 )
 def test_what_cannot_work_is_named(scored: list[str], overrides: list[str], part: str) -> None:
@@ -94,6 +102,25 @@ def test_the_place_of_the_reference_is_checked(files: list[str]) -> None:
     assert "3 ranks do not divide the 1024 rows" in problems_of([*files, *REF, *on_three])
     [notice] = validate_config(compose_config([*files, "actor_rollout_ref.ref.enable_resource_pool=true"]))
     assert "no KL asks for a reference" in notice
+
+
+def test_ranks_of_a_reference_on_its_own_devices_may_share_rows(files: list[str]) -> None:
+    sp = "ulysses_sequence_parallel_size"
+    run = [*files, *REF, "trainer.n_gpus_per_node=2", "actor_rollout_ref.ref.nnodes=1"]
+    four, one = "actor_rollout_ref.ref.n_gpus_per_node=4", "actor_rollout_ref.ref.n_gpus_per_node=1"
+    validate_config(compose_config([*run, four, f"actor_rollout_ref.ref.{sp}=4"]))
+    found = problems_of([*run, one, f"actor_rollout_ref.actor.{sp}=2"])
+    assert f"ref.{sp}=2 does not divide the 1 ranks of the reference" in found
+    validate_config(compose_config([*run, one, f"actor_rollout_ref.actor.{sp}=2", f"actor_rollout_ref.ref.{sp}=1"]))
+    # 4 rows would not split over 6 ranks, but over 2 parts.
+    small = ["actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.ref.n_gpus_per_node=6"]
+    validate_config(compose_config([*run, *small, f"actor_rollout_ref.ref.{sp}=3"]))
+    assert "do not divide the 4 rows" in problems_of([*run, *small])
+
+
+def test_a_model_that_is_named_but_not_asked_for_is_mentioned(files: list[str]) -> None:
+    [notice] = validate_config(compose_config([*files, "reward.reward_model.model_path=/models/rm"]))
+    assert "reward.reward_model.model_path=/models/rm: no model scores" in notice
 
 
 def test_roles_are_mapped_to_pools(scored: list[str]) -> None:

@@ -41,6 +41,12 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted(pages) == sorted(path.name for path in DOCS.glob("*.md"))
 
 
+@pytest.mark.parametrize("start", ["README.md", "docs/index.md"])
+def test_every_page_is_one_click_away(start: str) -> None:
+    text = (ROOT / start).read_text()
+    assert [path.name for path in DOCS.glob("*.md") if f"{path.name})" not in text and path.name != "index.md"] == []
+
+
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="the extra docs is not installed")
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -1,4 +1,7 @@
-"""A run whose checkpoints are written while it goes on: each counts once it is whole, and the next run goes on."""
+"""A run whose checkpoints are written while it goes on: each counts once it is whole.
+
+That a run goes on from one is part of test_resume.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from rlflow.checkpoint import checkpoint_step, list_checkpoints, read_tracker, v
 from rlflow.observe.journal import read_lines
 from rlflow.trainer.ppo import checkpointing
 from rlflow.trainer.ppo.best import best_steps
-from rlflow.trainer.ppo.trainer_sync import PPOTrainerSync
 
 
 def saved_steps(run: Path) -> list[int]:
@@ -19,7 +21,7 @@ def saved_steps(run: Path) -> list[int]:
 
 
 def test_background_saves_count_when_they_are_whole(
-    tiny_overrides, run_trainer, read_metrics, tmp_path, monkeypatch: pytest.MonkeyPatch
+    tiny_overrides, run_trainer, tmp_path, monkeypatch: pytest.MonkeyPatch
 ):
     run = tmp_path / "checkpoints"
     prepared: list[tuple[int, bool]] = []
@@ -47,12 +49,3 @@ def test_background_saves_count_when_they_are_whole(
     assert kept == {2, 3} | set(best_steps(run, config)) and best_steps(run, config)
     assert all(verify_manifest(path) == [] for path in list_checkpoints(run))
     assert [path.name for path in run.iterdir() if path.name.startswith(".")] == []
-
-    class GoesOn(PPOTrainerSync):
-        def init(self) -> None:
-            super().init()
-            assert self.global_steps == 3
-
-    run_trainer([*tiny_overrides, *options, "trainer.total_training_steps=4"], GoesOn)
-    assert read_tracker(run) == 4
-    assert [line["step"] for line in read_metrics()][-1] == 4

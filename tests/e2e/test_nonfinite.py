@@ -19,13 +19,13 @@ from rlflow.utils.errors import NonFiniteGradientError
 
 
 class Poisons(PPOTrainerSync):
-    """In step 2 the advantages of one row of the balanced batch are NaN."""
+    """In one step the advantages of one row of the balanced batch are NaN."""
 
-    ROW = 4
+    STEP, ROW = 2, 4
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)
-        if self.global_steps == 2:
+        if self.global_steps == self.STEP:
             key = batch.keys[self.ROW]
             advantages = tq.kv_batch_get([key], partition_of(batch), ["advantages"])["advantages"]
             poison = tu.nested_from_list([torch.full_like(advantages.unbind()[0], float("nan"))])
@@ -54,10 +54,14 @@ def test_a_poisoned_row_is_skipped_dumped_and_found(tiny_overrides, run_trainer,
     assert found["weights"] == str(run / "global_step_1" / "actor") and found["same_weights"]
 
 
+class PoisonsAtOnce(Poisons):
+    STEP = 1
+
+
 def test_a_run_that_is_to_stop_ends_with_the_error_by_name(tiny_overrides, run_trainer, tmp_path):
     stop = ["actor_rollout_ref.actor.optim.nonfinite_grad=stop", "actor_rollout_ref.actor.fuse_old_log_prob=true"]
-    with pytest.raises(NonFiniteGradientError, match="actor, step 2: .*nonfinite_grad=stop"):
-        run_trainer([*tiny_overrides, *stop], Poisons)
+    with pytest.raises(NonFiniteGradientError, match="actor, step 1: .*nonfinite_grad=stop"):
+        run_trainer([*tiny_overrides, *stop], PoisonsAtOnce)
     run = tmp_path / "checkpoints"
     assert [fault["what"] for fault in faults(run)] == ["nonfinite_gradient", "NonFiniteGradientError"]
-    assert (run / "nonfinite" / "step_2_actor_1" / "dump.json").is_file()
+    assert (run / "nonfinite" / "step_1_actor_1" / "dump.json").is_file()

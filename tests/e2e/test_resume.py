@@ -47,7 +47,9 @@ def test_a_killed_run_resumes_and_ends_where_the_unbroken_run_ends(
     (tmp_path / "tiny" / "run.jsonl").unlink()
 
     killed = tmp_path / "killed"
-    command = [sys.executable, "-m", "rlflow.trainer.main_ppo", *common, f"trainer.default_local_dir={killed}"]
+    # Its checkpoints are written while it goes on.
+    broken = [*common, f"trainer.default_local_dir={killed}", "actor_rollout_ref.actor.checkpoint.async_save=true"]
+    command = [sys.executable, "-m", "rlflow.trainer.main_ppo", *broken]
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     env["RLFLOW_FILE_LOGGER_ROOT"] = str(tmp_path)
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -66,7 +68,7 @@ def test_a_killed_run_resumes_and_ends_where_the_unbroken_run_ends(
     first = json.loads((saved / "trainer_state.json").read_text())["global_step"]
     assert first < 3
 
-    run_trainer([*common, f"trainer.default_local_dir={killed}"])
+    run_trainer(broken)
     resumed = {line["step"]: line["data"] for line in read_metrics()}
     for line in unbroken:
         if line["step"] <= first:

@@ -16,14 +16,17 @@ import rlflow.transfer_queue as tq
 from rlflow.single_controller.ray import ResourcePoolManager
 from rlflow.trainer.ppo.trainer_sync import PPOTrainerSync
 from rlflow.trainer.ppo.utils import Role
+from rlflow.utils.ray_utils import run_coroutine
 
 ASKING = """
 import json, urllib.request
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None, **kwargs):
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
+                  reward_model_tokenizer=None):
     number = int(ground_truth) // 2
     messages = [{"role": "user", "content": f"{number}+{number}"}, {"role": "assistant", "content": solution_str}]
-    body = json.dumps({"messages": messages}).encode()
+    text = reward_model_tokenizer.apply_chat_template(messages, tokenize=False)
+    body = json.dumps({"input": [text]}).encode()
     with urllib.request.urlopen(f"http://{reward_router_address}/classify", body) as reply:
         [item] = json.load(reply)["data"]
     rule = float(len(solution_str) % 2)
@@ -122,7 +125,11 @@ def test_reward_model_and_reference_on_devices_of_their_own(
 
 
 class OwnReference(PPOTrainerSync):
-    """A user's map of roles: the reference is a worker of its own in the policy's processes."""
+    """A user's map of roles: the reference is a worker of its own in the policy's processes. The reward model sleeps
+    but while a batch is scored.
+    """
+
+    scored: list[int]
 
     def _init_resource_pool_mgr(self) -> ResourcePoolManager:
         pools = super()._init_resource_pool_mgr()
@@ -135,26 +142,39 @@ class OwnReference(PPOTrainerSync):
         assert self.runtime.ref_policy_wg is not self.runtime.actor_wg
         assert self.runtime.ref_policy_wg.workers == self.runtime.actor_wg.workers
 
+    def _compute_reward_colocate(self, batch: Any) -> Any:
+        [replica] = self.runtime.reward_manager.reward_model.rollout_replicas
+        before = run_coroutine(replica.status())
+        batch = super()._compute_reward_colocate(batch)
+        after = run_coroutine(replica.status())
+        assert before["asleep"] and after["asleep"]
+        self.scored.append(after["scored"] - before["scored"])
+        return batch
 
-@pytest.mark.timeout(300)
-def test_a_colocated_model_scores_batches_with_a_rule_beside_it_and_the_run_goes_on(
+
+@pytest.mark.timeout(240)
+def test_a_colocated_model_scores_batches_with_a_rule_beside_it(
     run_trainer: Callable[..., Any],
     overrides: list[str],
     read_metrics: Callable[[], list[dict[str, Any]]],
     tiny_reward_model_dir: Path,
     tmp_path: Path,
 ) -> None:
+    OwnReference.scored = []
     (tmp_path / "asking.py").write_text(ASKING)
-    run = [*overrides, f"reward.custom_reward_function.path={tmp_path}/asking.py", "trainer.save_freq=1"]
-    run += ["actor_rollout_ref.actor.use_kl_loss=true"]
-    run_trainer([*run, "trainer.total_training_steps=1", "trainer.val_before_train=true"])
-    run_trainer([*run, "trainer.total_training_steps=2", "trainer.test_freq=2"], OwnReference)
-    files = [
-        tmp_path / folder / f"{step}.jsonl" for folder, step in (("val", 0), ("train", 1), ("train", 2), ("val", 2))
-    ]
-    for file in files:
-        dumped = rows(file)
-        assert len(dumped) == (3 if "val" in str(file.parent.name) else 6)
+    run_trainer(
+        [
+            *overrides,
+            f"reward.custom_reward_function.path={tmp_path}/asking.py",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            "trainer.val_before_train=true",
+        ],
+        OwnReference,
+    )
+    assert OwnReference.scored == [3, 6, 6]
+    for folder, step, count in (("val", 0, 3), ("train", 1, 6), ("train", 2, 6)):
+        dumped = rows(tmp_path / folder / f"{step}.jsonl")
+        assert len(dumped) == count
         expected = model_scores(tiny_reward_model_dir, dumped)
         assert [row["model"] for row in dumped] == pytest.approx(expected, rel=1e-4, abs=1e-4)
         for row in dumped:
@@ -163,6 +183,6 @@ def test_a_colocated_model_scores_batches_with_a_rule_beside_it_and_the_run_goes
     lines = {line["step"]: line["data"] for line in read_metrics()}
     for step in (1, 2):
         assert lines[step]["timing_s/reward"] > 0 and lines[step]["actor/grad_norm"] > 0
-    # The policy that went on has left the reference, wherever that lives.
+    # The policy leaves the reference, wherever that lives.
     assert lines[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and lines[2]["actor/kl_loss"] > 1e-6
-    assert any("rule" in name for name in lines[2] if name.startswith("val-aux/"))
+    assert any("rule" in name for name in lines[0] if name.startswith("val-aux/"))

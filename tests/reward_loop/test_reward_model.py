@@ -1,4 +1,4 @@
-"""Reward models as Ray actors: their numbers, their two places, functions that ask them, and their deaths."""
+"""Reward models as Ray actors: their numbers, their deaths, and the door for functions that ask them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,10 @@ from rlflow.config.reward import RewardConfig
 from rlflow.reward_loop import Invalid, RewardInput, RewardLoopManager
 from rlflow.reward_loop.router import RewardRouter
 from rlflow.utils.errors import ConfigError, ContractError
-from rlflow.utils.ray_utils import ray_get, run_coroutine
+from rlflow.utils.ray_utils import ray_get
 from rlflow.workers.rollout.hf.scoring_server import HFScoringServer
 
 PROMPT = [{"role": "user", "content": "1+1"}]
-ASKING = """
-import json, urllib.request
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
-                  reward_model_tokenizer=None):
-    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": solution_str}]
-    text = reward_model_tokenizer.apply_chat_template(messages, tokenize=False)
-    body = json.dumps({"input": [text]}).encode()
-    with urllib.request.urlopen(f"http://{reward_router_address}/classify", body) as reply:
-        [item] = json.load(reply)["data"]
-    rule = float(solution_str == ground_truth)
-    return {"score": rule + item["probs"][0], "rule": rule, "model": item["probs"][0]}
-"""
 
 
 def config(path, pool, **reward):
@@ -109,31 +96,6 @@ def test_a_model_on_its_own_pool_scores_at_any_time_and_survives_a_kill(ray_clus
         [gone] = scores(manager, data("2"))
         assert isinstance(gone, Invalid) and "servers of the reward model died" in gone.reason
         assert time.monotonic() - started < 30
-    finally:
-        manager.shutdown()
-
-
-@pytest.mark.timeout(240)
-def test_a_colocated_model_sleeps_but_when_a_batch_is_scored_and_a_function_may_ask_it(
-    ray_cluster, tiny_reward_model_dir, tmp_path
-):
-    (tmp_path / "asking.py").write_text(ASKING)
-    function = {"path": str(tmp_path / "asking.py")}
-    manager = RewardLoopManager(config(tiny_reward_model_dir, pool=False, custom_reward_function=function))
-    try:
-        assert manager.reward_loop_worker_handles is None
-
-        def asleep():
-            [replica] = manager.reward_model.rollout_replicas
-            return run_coroutine(replica.status())["asleep"]
-
-        assert asleep()
-        wrong, right = manager.compute_rm_score([data("three"), data("2")])
-        for result, text, rule in ((wrong, "three", 0.0), (right, "2", 1.0)):
-            model = result.extra_info["model"]
-            assert model == expected(tiny_reward_model_dir, text)
-            assert (result.value, result.extra_info["rule"]) == (rule + model, rule)
-        assert asleep()
     finally:
         manager.shutdown()
 

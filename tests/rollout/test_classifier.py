@@ -153,6 +153,10 @@ def test_nothing_runs_while_closed_and_what_waited_runs_after():
         await asyncio.sleep(0.05)
         assert not call.done() and model.batches == [] and queue.status()["asleep"]
         queue.open()
+        await queue.close()
+        await asyncio.sleep(0.05)
+        assert model.batches == [], "open for no time at all is closed"
+        queue.open()
         assert await call == 2.0
 
     in_queue(test)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from itertools import count
 
@@ -10,6 +11,7 @@ import torch
 
 import rlflow.transfer_queue as tq
 from rlflow.trainer.ppo.group_filter import GroupFilter, max_prompts
+from rlflow.trainer.ppo.issued_prompts import LostGroups
 from rlflow.trainer.ppo.replay_buffer import ReplayBuffer
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import RewardError
@@ -158,6 +160,28 @@ def test_a_missing_metric_names_the_trajectory_and_what_there_is() -> None:
     stream.filter.metric = "pred"
     with pytest.raises(RewardError, match="e0r0a0_0_0 'x' under it"):
         stream.sample(1)
+
+
+def test_rows_that_are_lost_before_they_are_judged_start_again() -> None:
+    class Again(Exception):
+        pass
+
+    def reissue(partition: str, uids: list[str]) -> None:
+        raise Again(partition, *uids)
+
+    async def lost() -> None:
+        await tq.get_client().controller.call("unit_lost", 0, "killed")
+
+    def lose(*_: object) -> None:
+        asyncio.run(lost())  # the view has seen the groups end; their rows are not read yet
+
+    stream = Stream(signal_every(1))
+    stream.buffer = ReplayBuffer(
+        stall_timeout_s=5.0, group_filter=stream.filter, on_ended=lose, lost_groups=LostGroups(reissue)
+    )
+    with pytest.raises(Again) as again:
+        stream.sample(2)
+    assert again.value.args == ("train", "e0r0a0", "e0r1a0")
 
 
 def test_validation_is_not_filtered() -> None:

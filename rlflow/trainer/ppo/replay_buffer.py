@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import rlflow.transfer_queue as tq
-from rlflow.transfer_queue import KVBatchMeta, WatchGapError
+from rlflow.transfer_queue import KVBatchMeta, StorageUnitLostError, WatchGapError
 from rlflow.utils.errors import ContractError, DeadlineError
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class ReplayBuffer:
             if sieve is None:
                 groups = ended[:batch_size] if len(ended) >= batch_size else None
             else:
-                groups = sieve.sift(view, ended)
+                groups = self._sifted(sieve, view, ended)
             if self._on_progress is not None:
                 self._on_progress(min(len(ended) if sieve is None else sieve.kept, batch_size), batch_size)
             if groups is not None:
@@ -217,6 +217,14 @@ class ReplayBuffer:
         if again and sieve is not None:
             sieve.reissued(again)
         return [uid for uid in ended if uid not in again]
+
+    def _sifted(self, sieve: GroupFilter, view: PartitionView, ended: list[str]) -> list[str] | None:
+        try:
+            return sieve.sift(view, ended)
+        except StorageUnitLostError:
+            if self._lost_groups is None:
+                raise
+            return None  # lost since the view was taken: the next change tells which prompts start again
 
     def _report_ended(self, partition_id: str, changes: dict[str, dict[str, Any] | None]) -> None:
         if self._on_ended is None:

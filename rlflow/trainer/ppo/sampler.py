@@ -48,5 +48,5 @@ def _group_filter(trainer: PPOTrainer) -> GroupFilter:
         per_dropped=options.max_inflight_gen_batches,
         in_waves=config.actor_rollout_ref.rollout.full_determinism,
         refill=trainer.refill,
-        on_dropped=trainer.prompt_dropped,
+        on_dropped=trainer.prompts.dropped,
     )

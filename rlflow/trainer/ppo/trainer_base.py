@@ -17,7 +17,6 @@ Invariants
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -44,8 +43,8 @@ from rlflow.trainer.ppo.core_algos import get_kl_controller
 from rlflow.trainer.ppo.dumps import DumpWriter
 from rlflow.trainer.ppo.feed import PromptFeed
 from rlflow.trainer.ppo.field_table import StageFields
-from rlflow.trainer.ppo.issued_prompts import IssuedPrompts
 from rlflow.trainer.ppo.metric_utils import marked_timer
+from rlflow.trainer.ppo.prompt_book import PromptBook
 from rlflow.trainer.ppo.replay_buffer import uid_of
 from rlflow.trainer.ppo.runtime import Runtime, build_runtime, resource_pools
 from rlflow.trainer.ppo.sampler import build_replay_buffer
@@ -55,8 +54,6 @@ from rlflow.trainer.ppo.utils import need_critic, need_reference_policy, run_fol
 from rlflow.trainer.ppo.validation import validate
 from rlflow.transfer_queue import KVBatchMeta
 from rlflow.utils.metric import reduce_metrics
-
-logger = logging.getLogger(__name__)
 
 Metrics = dict[str, Any]
 TrainerType = TypeVar("TrainerType", bound="type[PPOTrainer]")
@@ -106,8 +103,7 @@ class PPOTrainer(ABC):  # noqa: B024
         self.global_steps = 0
         self.saving: PreparedCheckpoint | None = None  # on its way to the disk
         self.stage_fields: dict[str, StageFields] = {}
-        self._open_prompts: dict[str, str] = {}
-        self._issued = IssuedPrompts()
+        self.prompts = PromptBook(self.recorder)
         self._pulse = Pulse()
         self.on_progress: Callable[[int, int], None] | None = None
 
@@ -159,22 +155,12 @@ class PPOTrainer(ABC):  # noqa: B024
 
     def reissue(self, partition: str, uids: list[str]) -> None:
         """Submit prompts once more whose trajectories were lost with a storage unit."""
-        shown = ", ".join(uids[:8])
-        text = f"a TransferQueue storage unit died; {len(uids)} prompts start again: {shown}"
-        logger.error("%s", text)
-        self.recorder.event("restart", self.global_steps, what=f"prompts of {partition}", text=text)
-        for batch in self._issued.batches(uids):
+        for batch in self.prompts.again(self.global_steps, partition, uids):
             self._submit(batch)
-
-    def prompt_dropped(self, uid: str, reason: str) -> None:
-        """A prompt of this step will not be trained on."""
-        self._open_prompts[uid] = reason
 
     def prompt_ended(self, partition: str, uid: str, tag: dict[str, Any]) -> None:
         """All sessions of a prompt ended."""
-        if partition == "train" and uid in self._open_prompts:
-            self._open_prompts[uid] = str(tag.get("failed") or "its sessions left no trajectory")
-        self.recorder.finished(self.global_steps, partition, uid, tag)
+        self.prompts.ended(self.global_steps, partition, uid, tag)
 
     def describe_running(self) -> list[str]:
         """Lines for a stall report; raises when no agent-loop worker is left."""
@@ -274,14 +260,7 @@ class PPOTrainer(ABC):  # noqa: B024
         stages.compute_step_metrics(self, batch, metrics, timing)
         tq.kv_clear(batch.keys, batching.partition_of(batch))
         uids = list(dict.fromkeys(uid_of(batch.keys[row]) for row in batching.real_rows(batch)))
-        self.recorder.trained(self.global_steps, uids, len(batch), version=self.global_steps)
-        self._issued.forget(uids)
-        for uid in uids:
-            self._open_prompts.pop(uid, None)
-        for uid, reason in self._open_prompts.items():
-            self.recorder.dropped(self.global_steps, [uid], reason)
-        self._issued.forget(self._open_prompts)
-        self._open_prompts = {}
+        self.prompts.trained(self.global_steps, uids, len(batch))
         self._log(metrics)
 
     def _log(self, metrics: Metrics) -> None:
@@ -316,7 +295,7 @@ class PPOTrainer(ABC):  # noqa: B024
         self._submit(self.feed.next_train_batch(self.global_steps))
         batch = self._step_once(metrics, timing, self.config.data.train_batch_size)
         # All that was submitted is behind the frontier now: a prompt that failed or was dropped had its turn.
-        self.feed.mark_trained(list(self._open_prompts))
+        self.feed.mark_trained(self.prompts.of_this_step)
         return batch
 
     def _step_once(self, metrics: Metrics, timing: dict[str, float], prompts: int) -> KVBatchMeta:
@@ -397,10 +376,7 @@ class PPOTrainer(ABC):  # noqa: B024
         rollout = self.config.actor_rollout_ref.rollout
         sessions = rollout.n if partition == "train" else rollout.val_kwargs.n
         version = self.global_steps - 1 if partition == "train" else self.global_steps
-        if partition == "train":
-            self._open_prompts.update(dict.fromkeys(uids, "its end was not seen"))
-        self.recorder.issued(self.global_steps, partition, uids, sessions, version)
-        self._issued.add(batch, uids)
+        self.prompts.issued(self.global_steps, partition, batch, uids, sessions, version)
         self.agent_loop_manager.generate_sequences(batch)
 
     def _validate(self) -> Metrics:

@@ -102,7 +102,7 @@ def validate(trainer: PPOTrainer) -> dict[str, float]:
         collected.add(trainer.runtime.tokenizer, meta.keys, meta.tags, data)
         traces.add(meta)
         tq.kv_clear(meta.keys, "val")
-        trainer._issued.forget(uids)
+        trainer.prompts.forget(uids)
     folder = trainer.config.trainer.validation_data_dir
     if folder:
         rows = with_extras(collected.rows, collected.extras)

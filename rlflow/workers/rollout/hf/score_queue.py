@@ -73,7 +73,8 @@ class ScoreQueue:
         loop = asyncio.get_running_loop()
         while True:
             await self._arrived.wait()
-            await self._open.wait()
+            while not self._open.is_set():  # it may be closed again before this task gets its turn
+                await self._open.wait()
             batch = self._next_batch()
             if not batch:
                 continue
