@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import parallel_cases
 import tiny
 
 
@@ -26,6 +27,12 @@ def tiny_model(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def untied_model(tmp_path_factory) -> str:
     return tiny.save_tiny_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def table_models(tmp_path_factory) -> str:
+    """A folder with the models of parallel_cases.py."""
+    return parallel_cases.save_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")

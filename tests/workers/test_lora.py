@@ -26,25 +26,9 @@ def _one_process(single_process_group):
     """Engines here run in this process, unless a test starts others."""
 
 
-def make_adapter(path, folder, *, rank=4, **options):
-    """A trained-looking adapter (B is not zero) on every linear layer, saved by PEFT; returns its folder."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(3)
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=8, **{"target_modules": "all-linear"} | options)
-    model = get_peft_model(base, config)
-    for name, param in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(param, std=0.05)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def adapter(tiny_model, tmp_path_factory):
-    return make_adapter(tiny_model, tmp_path_factory.mktemp("adapter"))
+    return tiny.save_adapter(tiny_model, tmp_path_factory.mktemp("adapter"))
 
 
 @pytest.fixture(scope="module")
@@ -241,10 +225,10 @@ def test_what_cannot_work_is_refused(untied_model, model, message):
 def test_adapters_of_another_kind_are_refused(tiny_model, untied_model, adapter, tmp_path):
     with pytest.raises(ConfigError, match="rank 4"):
         build(tiny_model, model={"lora_adapter_path": adapter, "lora_rank": 8})
-    dora = make_adapter(tiny_model, tmp_path / "dora", use_dora=True)
+    dora = tiny.save_adapter(tiny_model, tmp_path / "dora", use_dora=True)
     with pytest.raises(ConfigError, match="use_dora"):
         build(tiny_model, model={"lora_adapter_path": dora})
-    some = make_adapter(tiny_model, tmp_path / "some", target_modules=["q_proj"])
+    some = tiny.save_adapter(tiny_model, tmp_path / "some", target_modules=["q_proj"])
     config = json.loads((tmp_path / "some" / "adapter_config.json").read_text())
     (tmp_path / "some" / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["k_proj"]}))
     with pytest.raises(ConfigError, match="no adapter of this model"):
