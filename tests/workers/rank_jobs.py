@@ -157,9 +157,9 @@ def _train_step(engine, critic, seed):
     return float(loss) / dist.get_world_size()
 
 
-def poisoned(path, out, *, folder, row):
+def poisoned(path, out, *, folder, row, **options):
     """One update over a batch in which an advantage of `row` is NaN."""
-    model, engine_config, optim = configs(path, optimizer="AdamW")
+    model, engine_config, optim = configs(path, optimizer="AdamW", **options)
     config = TrainingWorkerConfig(model_config=model, engine_config=engine_config, optimizer_config=optim)
     worker = TrainingWorker(config)
     worker.reset()
