@@ -47,7 +47,9 @@ PLAIN = {name: values[0] for name, values in FACTORS.items()} | {"layout": "pack
 
 def plain_cases() -> list[dict]:
     """The plain run of each kind."""
-    return [PLAIN | {"model": m, "lora": lora, "critic": c} for m in MODELS for lora in (False, True) for c in (False, True)]
+    return [
+        PLAIN | {"model": m, "lora": lora, "critic": c} for m in MODELS for lora in (False, True) for c in (False, True)
+    ]
 
 
 def allowed(case: dict, world: int) -> bool:
