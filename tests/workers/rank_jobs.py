@@ -318,6 +318,17 @@ def tables(out, *, models, cases, folder=None):
         torch.save(results, out)
 
 
+def in_turn(out, *, jobs):
+    """The results of several (job, arguments): starting costs more than they do."""
+    results = []
+    for job, kwargs in jobs:
+        globals()[job](out=out, **kwargs)
+        if dist.get_rank() == 0:
+            results.append(torch.load(out, weights_only=True))
+        dist.barrier()
+    save(out, results)
+
+
 def save(out, result):
     if dist.get_rank() == 0:
         torch.save(result, out)
