@@ -35,7 +35,7 @@ from rlflow.utils import tensordict_utils as tu  # noqa: E402
 from rlflow.utils.device import get_nccl_backend  # noqa: E402
 from rlflow.workers.engine.batching import count_loss_tokens  # noqa: E402
 from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead, FSDPEngineWithValueHead  # noqa: E402
-from rlflow.workers.engine.fsdp.optim import clip_grad_norm  # noqa: E402
+from rlflow.workers.engine.fsdp.optim import build_lr_scheduler, build_optimizer, clip_grad_norm  # noqa: E402
 from rlflow.workers.engine.fsdp.shards import local_part, read_into, shard_files  # noqa: E402
 from rlflow.workers.losses import ppo_loss, value_loss  # noqa: E402
 from rlflow.workers.training_worker import TrainingWorker  # noqa: E402
@@ -256,8 +256,11 @@ def run_case(models, case, steps=3, saved=None):
     critic = case["critic"]
     loss_fn = table_loss(case)
     result = {}
-    for optimizer, lr in (("SGD", 0.05), ("AdamW", ADAMW_LR)):
-        engine = build_case(models, case, optimizer, lr)
+    engine = build_case(models, case, "SGD", 0.05)
+    start = [local_part(param).detach().clone() for param in engine.module.parameters()]
+    for optimizer in ("SGD", "AdamW"):
+        if optimizer == "AdamW":
+            start_again(engine, start)
         for seed in range(steps):
             data = tu.assign_non_tensor_whole(parallel_cases.rollouts(seed), parallel_cases.batch_options(case))
             with engine.train_mode():
@@ -275,6 +278,16 @@ def run_case(models, case, steps=3, saved=None):
     if saved is not None:
         result |= save_and_go_on(engine, loss_fn, case, *saved)
     return result
+
+
+@torch.no_grad()
+def start_again(engine, start):
+    """Back to the weights `start`, to train them by AdamW: building an engine anew would take longer."""
+    for param, value in zip(engine.module.parameters(), start, strict=True):
+        local_part(param).copy_(value)
+    engine.optimizer_config = configs("", optimizer="AdamW", lr=ADAMW_LR)[2]
+    engine.optimizer = build_optimizer(engine.module.trained_parameters(), engine.optimizer_config)
+    engine.lr_scheduler = build_lr_scheduler(engine.optimizer, engine.optimizer_config)
 
 
 def plain_results(models):

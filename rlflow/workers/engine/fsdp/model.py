@@ -41,7 +41,6 @@ from rlflow.workers.engine.fsdp.sharding import (
     parse_dtype,
     shard,
 )
-from rlflow.workers.engine.fsdp.sharding import reshard as reshard
 
 logger = logging.getLogger(__name__)
 
