@@ -15,6 +15,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import parallel_cases
+import rank_jobs
 import tiny
 
 
@@ -26,6 +28,12 @@ def tiny_model(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def untied_model(tmp_path_factory) -> str:
     return tiny.save_tiny_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def table_models(tmp_path_factory) -> str:
+    """A folder with the models of parallel_cases.py."""
+    return parallel_cases.save_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
@@ -44,12 +52,15 @@ def single_process_group():
 
 @pytest.fixture
 def run_ranks(start_ranks):
-    """run_ranks(world, job, path=..., **kwargs) -> what rank 0 of a job in rank_jobs.py saved."""
+    """run_ranks(world, job, path=..., **kwargs) -> what rank 0 of a job in rank_jobs.py saved.
+
+    One rank is this process.
+    """
     return start_ranks
 
 
 @pytest.fixture(scope="session")
-def start_ranks(tmp_path_factory):
+def start_ranks(tmp_path_factory, single_process_group):
     """`run_ranks` for fixtures of a wider scope."""
     folder = tmp_path_factory.mktemp("ranks")
 
@@ -58,6 +69,9 @@ def start_ranks(tmp_path_factory):
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         out = folder / f"{job}_{world}_{port}.pt"
+        if world == 1:
+            getattr(rank_jobs, job)(out=str(out), **kwargs)
+            return torch.load(out, weights_only=True)
         script = Path(__file__).parent / "rank_jobs.py"
         env = os.environ | {
             "WORLD_SIZE": str(world),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
+from model_families import FAMILIES
 from tensordict import TensorDict
-from tiny import make_batch, with_values
+from tiny import make_batch, save_adapter, save_tiny_model, with_values
 
 # Settings of one run by factor. `layout` and `batches` are options of the batch, the others of the engine.
 LAYOUTS = {
@@ -21,12 +23,16 @@ BATCHES = {
     "dynamic": {"max_token_len_per_gpu": 24},
     "static": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
 }
+# Folder of a model -> its family: the usual one; windows and soft caps; experts.
+MODELS = {"llama": "SmolLM2", "gemma": "Gemma 2", "moe": "Qwen3-MoE"}
 FACTORS: dict[str, tuple] = {
     "ulysses_sequence_parallel_size": (1, 2, 4),
     "fsdp_size": (-1, 2, 1),
     "layout": tuple(LAYOUTS),
     "batches": tuple(BATCHES),
     "critic": (False, True),
+    "model": tuple(MODELS),
+    "lora": (False, True),
     "recompute": (False, True),
     "reshard_after_forward": (True, False),
     "defer_fsdp_grad_sync": (True, False),
@@ -37,6 +43,13 @@ FACTORS: dict[str, tuple] = {
 }
 # The run that all others are compared with: one process, one micro-batch, nothing computed twice.
 PLAIN = {name: values[0] for name, values in FACTORS.items()} | {"layout": "packed"}
+
+
+def plain_cases() -> list[dict]:
+    """The plain run of each kind."""
+    return [
+        PLAIN | {"model": m, "lora": lora, "critic": c} for m in MODELS for lora in (False, True) for c in (False, True)
+    ]
 
 
 def allowed(case: dict, world: int) -> bool:
@@ -81,20 +94,38 @@ def _complete(case: dict, world: int, open_pairs: set, rng: random.Random) -> tu
 
 
 def savers(cases: list[dict]) -> list[int]:
-    """Places of policies of different meshes, which save checkpoints."""
-    meshes: dict[tuple, int] = {}
+    """Places of cases with one model on different meshes, which save checkpoints."""
+    groups: dict[tuple, dict[tuple, int]] = {}
     for i, case in enumerate(cases):
-        if not case["critic"]:
-            meshes.setdefault((case["ulysses_sequence_parallel_size"] > 1, case["fsdp_size"]), i)
-    return sorted(meshes.values())[:3]
+        mesh = case["ulysses_sequence_parallel_size"] > 1, case["fsdp_size"]
+        groups.setdefault(kind(case), {}).setdefault(mesh, i)
+    return sorted(max(groups.values(), key=len).values())[:3]
 
 
-def engine_options(case: dict) -> dict:
+def kind(case: dict) -> tuple[str, bool, bool]:
+    """What is trained; cases of one kind have the same numbers."""
+    return case["model"], case["lora"], case["critic"]
+
+
+def save_models(folder: Path) -> str:
+    """The models of the cases, each with an adapter beside it."""
+    for name, family in MODELS.items():
+        transformers_name, options = FAMILIES[family]
+        path = save_tiny_model(folder / name, family=transformers_name, **options)
+        save_adapter(path, folder / f"{name}_lora", target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    return str(folder)
+
+
+def engine_options(case: dict, models: str) -> dict:
     """Arguments of `rank_jobs.build`."""
-    options = {name: value for name, value in case.items() if name not in ("layout", "batches", "offload", "wrap")}
+    elsewhere = ("layout", "batches", "offload", "wrap", "model", "lora")
+    options = {name: value for name, value in case.items() if name not in elsewhere}
+    options["path"] = f"{models}/{case['model']}"
     options["wrap_policy"] = {"disable": case["wrap"] == "whole"}
     if case["offload"]:  # on a CPU there is nothing to move; the modes must not mind
         options |= {"param_offload": True, "optimizer_offload": True}
+    if case["lora"]:
+        options["model"] = {"lora_adapter_path": f"{models}/{case['model']}_lora"}
     return options
 
 

@@ -35,7 +35,7 @@ from rlflow.utils import tensordict_utils as tu  # noqa: E402
 from rlflow.utils.device import get_nccl_backend  # noqa: E402
 from rlflow.workers.engine.batching import count_loss_tokens  # noqa: E402
 from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead, FSDPEngineWithValueHead  # noqa: E402
-from rlflow.workers.engine.fsdp.optim import clip_grad_norm  # noqa: E402
+from rlflow.workers.engine.fsdp.optim import build_lr_scheduler, build_optimizer, clip_grad_norm  # noqa: E402
 from rlflow.workers.engine.fsdp.shards import local_part, read_into, shard_files  # noqa: E402
 from rlflow.workers.losses import ppo_loss, value_loss  # noqa: E402
 from rlflow.workers.training_worker import TrainingWorker  # noqa: E402
@@ -72,6 +72,12 @@ def full_grads(engine):
     """Gradients by name, gathered where they are sharded."""
     grads = ((n, p.grad) for n, p in engine.module.named_parameters() if p.requires_grad)
     return {n: (grad.full_tensor() if isinstance(grad, DTensor) else grad).cpu().clone() for n, grad in grads}
+
+
+def trained_params(engine):
+    """What is trained, by its own name."""
+    params = ((n, p.detach()) for n, p in engine.module.named_parameters() if p.requires_grad)
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).cpu().clone() for n, p in params}
 
 
 def full_params(engine):
@@ -151,9 +157,9 @@ def _train_step(engine, critic, seed):
     return float(loss) / dist.get_world_size()
 
 
-def poisoned(path, out, *, folder, row):
+def poisoned(path, out, *, folder, row, **options):
     """One update over a batch in which an advantage of `row` is NaN."""
-    model, engine_config, optim = configs(path, optimizer="AdamW")
+    model, engine_config, optim = configs(path, optimizer="AdamW", **options)
     config = TrainingWorkerConfig(model_config=model, engine_config=engine_config, optimizer_config=optim)
     worker = TrainingWorker(config)
     worker.reset()
@@ -241,13 +247,20 @@ def table_loss(case):
     )
 
 
-def run_case(path, case, steps=3, saved=None):
-    """Outputs and gradient of the first mini-batch, parameters after `steps` of SGD and of AdamW; always one data."""
+def build_case(models, case, optimizer="AdamW", lr=ADAMW_LR, **options):
+    return build(optimizer=optimizer, lr=lr, **parallel_cases.engine_options(case, models), **options)
+
+
+def run_case(models, case, steps=3, saved=None):
+    """Outputs, gradient and load of the first mini-batch, what `steps` of SGD and of AdamW train; always one data."""
     critic = case["critic"]
     loss_fn = table_loss(case)
     result = {}
-    for optimizer, lr in (("SGD", 0.05), ("AdamW", ADAMW_LR)):
-        engine = build(path, optimizer=optimizer, lr=lr, **parallel_cases.engine_options(case))
+    engine = build_case(models, case, "SGD", 0.05)
+    start = [local_part(param).detach().clone() for param in engine.module.parameters()]
+    for optimizer in ("SGD", "AdamW"):
+        if optimizer == "AdamW":
+            start_again(engine, start)
         for seed in range(steps):
             data = tu.assign_non_tensor_whole(parallel_cases.rollouts(seed), parallel_cases.batch_options(case))
             with engine.train_mode():
@@ -256,11 +269,30 @@ def run_case(path, case, steps=3, saved=None):
                     rows = outputs["model_output"]["values" if critic else "log_probs"].unbind()
                     result = {"outputs": collected(engine, list(rows)), "grads": full_grads(engine)}
                     result["loss"] = sum(collected(engine, [sum(outputs["loss"])])) / engine.get_data_parallel_size()
+                    metrics = outputs["metrics"].items()
+                    result["load"] = {name: m.aggregate() for name, m in metrics if name.startswith("moe/")}
                 engine.optimizer_step()
-        result[optimizer] = full_params(engine)
+        result[optimizer] = trained_params(engine)
+        if optimizer == "SGD":
+            result["exported"] = full_params(engine)
     if saved is not None:
         result |= save_and_go_on(engine, loss_fn, case, *saved)
     return result
+
+
+@torch.no_grad()
+def start_again(engine, start):
+    """Back to the weights `start`, to train them by AdamW: building an engine anew would take longer."""
+    for param, value in zip(engine.module.parameters(), start, strict=True):
+        local_part(param).copy_(value)
+    engine.optimizer_config = configs("", optimizer="AdamW", lr=ADAMW_LR)[2]
+    engine.optimizer = build_optimizer(engine.module.trained_parameters(), engine.optimizer_config)
+    engine.lr_scheduler = build_lr_scheduler(engine.optimizer, engine.optimizer_config)
+
+
+def plain_results(models):
+    """What one process gives, by kind of case."""
+    return {parallel_cases.kind(case): run_case(models, case) for case in parallel_cases.plain_cases()}
 
 
 def step_on(engine, loss_fn, case, seed=3):
@@ -268,7 +300,7 @@ def step_on(engine, loss_fn, case, seed=3):
     data = tu.assign_non_tensor_whole(parallel_cases.rollouts(seed), parallel_cases.batch_options(case))
     with engine.train_mode():
         engine.train_batch(local_rows(data, engine), loss_fn)
-    return full_params(engine)
+    return trained_params(engine)
 
 
 def save_and_go_on(engine, loss_fn, case, save_to, load=None):
@@ -277,11 +309,11 @@ def save_and_go_on(engine, loss_fn, case, save_to, load=None):
     result = {"next": step_on(engine, loss_fn, case)}
     if load:
         engine.load_checkpoint(load)
-        result["loaded"] = full_params(engine)
+        result["loaded"] = trained_params(engine)
     return result
 
 
-def tables(path, out, *, cases, folder=None):
+def tables(out, *, models, cases, folder=None):
     """`run_case` of the cases of each world size, in groups of the first ranks, one after the other: starting costs."""
     results = {}
     for world in cases:
@@ -293,10 +325,21 @@ def tables(path, out, *, cases, folder=None):
             saved = {
                 i: [f"{folder}/{world}_{n}" for n in savers[max(0, k - 1) : k + 1]][::-1] for k, i in enumerate(savers)
             }
-            results[int(world)] = [run_case(path, case, saved=saved.get(i)) for i, case in enumerate(cases[world])]
+            results[int(world)] = [run_case(models, case, saved=saved.get(i)) for i, case in enumerate(cases[world])]
             dist.destroy_process_group()
     if rank == 0:
         torch.save(results, out)
+
+
+def in_turn(out, *, jobs):
+    """The results of several (job, arguments): starting costs more than they do."""
+    results = []
+    for job, kwargs in jobs:
+        globals()[job](out=out, **kwargs)
+        if dist.get_rank() == 0:
+            results.append(torch.load(out, weights_only=True))
+        dist.barrier()
+    save(out, results)
 
 
 def save(out, result):

@@ -24,9 +24,8 @@ def assert_equal(a, b):
 @pytest.mark.parametrize("world", [1, 2])
 def test_two_steps_and_two_more_are_four_bit_for_bit(tiny_model, run_ranks, tmp_path, world):
     folder = str(tmp_path / "actor")
-    whole = run_ranks(world, "train", path=tiny_model, seeds=[0, 1, 2, 3])
-    first = run_ranks(world, "train", path=tiny_model, seeds=[0, 1], save_to=folder)
-    rest = run_ranks(world, "train", path=tiny_model, seeds=[2, 3], load=folder)
+    ways = ({"seeds": [0, 1, 2, 3]}, {"seeds": [0, 1], "save_to": folder}, {"seeds": [2, 3], "load": folder})
+    whole, first, rest = run_ranks(world, "in_turn", jobs=[("train", {"path": tiny_model} | way) for way in ways])
     assert not torch.equal(first["params"]["model.norm.weight"], whole["params"]["model.norm.weight"])
     assert_equal(rest["params"], whole["params"])
     assert rest["lr"] == whole["lr"]
@@ -36,14 +35,17 @@ def test_two_steps_and_two_more_are_four_bit_for_bit(tiny_model, run_ranks, tmp_
 def test_any_number_of_ranks_goes_on_from_what_any_number_wrote(tiny_model, run_ranks, tmp_path):
     """Saved by 2 ranks; 1, 4 and 2 x 2 ranks have the same losses afterwards, and what those save is the same again."""
     folder = str(tmp_path / "two")
-    saved = run_ranks(2, "train", path=tiny_model, seeds=[0, 1], save_to=folder, lr=1e-3)
-    expected = run_ranks(2, "train", path=tiny_model, seeds=[2, 3], load=folder, lr=1e-3)
+    args = {"path": tiny_model, "lr": 1e-3}
+    goes_on = args | {"seeds": [2, 3], "load": folder}
+    first = args | {"seeds": [0, 1], "save_to": folder}
+    saved, expected = run_ranks(2, "in_turn", jobs=[("train", first), ("train", goes_on)])
     assert expected["losses"][0] != pytest.approx(saved["losses"][0], rel=1e-2)
-    for name, (ranks, options) in {"one": (1, {}), "four": (4, {}), "hsdp": (4, {"fsdp_size": 2})}.items():
-        again = str(tmp_path / name)
-        loaded = run_ranks(
-            ranks, "train", path=tiny_model, seeds=[2, 3], load=folder, save_to=again, lr=1e-3, **options
-        )
+    one, four, hsdp = (goes_on | {"save_to": str(tmp_path / name)} for name in ("one", "four", "hsdp"))
+    results = {"one": run_ranks(1, "train", **one)}
+    results["four"], results["hsdp"] = run_ranks(
+        4, "in_turn", jobs=[("train", four), ("train", hsdp | {"fsdp_size": 2})]
+    )
+    for name, loaded in results.items():
         assert loaded["losses"] == pytest.approx(expected["losses"], rel=1e-5), name
         assert loaded["lr"] == expected["lr"]
         for key in expected["params"]:
@@ -184,8 +186,9 @@ def test_a_truncated_file_is_named(engine, tmp_path):
         engine.load_checkpoint(str(tmp_path))
 
 
-def test_a_save_in_the_background_holds_the_state_of_its_moment(single_process_group, tiny_model, tmp_path):
-    engine = build(tiny_model, optimizer="AdamW", lr=1e-2, async_save=True)
+@pytest.mark.parametrize("options", [{}, {"model": {"lora_rank": 4}, "lora_only": True}], ids=["whole", "adapter"])
+def test_a_save_in_the_background_holds_the_state_of_its_moment(single_process_group, tiny_model, tmp_path, options):
+    engine = build(tiny_model, optimizer="AdamW", lr=1e-2, async_save=True, **options)
 
     def step(seed):
         with engine.train_mode():
@@ -197,8 +200,9 @@ def test_a_save_in_the_background_holds_the_state_of_its_moment(single_process_g
     step(1)
     expected = {name: value.clone() for name, value in full_params(engine).items()}
     BackgroundFiles([mark], 60).wait()
-    again = build(tiny_model, optimizer="AdamW", lr=1e-2, load=str(tmp_path / "actor"))
-    assert not torch.equal(full_params(again)["model.norm.weight"], expected["model.norm.weight"])
+    again = build(tiny_model, optimizer="AdamW", lr=1e-2, load=str(tmp_path / "actor"), **options)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(full_params(again)[name], expected[name])
     engine = again
     step(1)
     assert_equal(full_params(again), expected)

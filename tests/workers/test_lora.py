@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from rank_jobs import build, full_grads, full_params, gradient, loss_of, train
+from rank_jobs import build, full_grads, full_params, loss_of
 from safetensors.torch import load_file, save_file
 from test_gradients import WAYS, _naive, _relative
 
@@ -26,25 +27,9 @@ def _one_process(single_process_group):
     """Engines here run in this process, unless a test starts others."""
 
 
-def make_adapter(path, folder, *, rank=4, **options):
-    """A trained-looking adapter (B is not zero) on every linear layer, saved by PEFT; returns its folder."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(3)
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=8, **{"target_modules": "all-linear"} | options)
-    model = get_peft_model(base, config)
-    for name, param in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(param, std=0.05)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def adapter(tiny_model, tmp_path_factory):
-    return make_adapter(tiny_model, tmp_path_factory.mktemp("adapter"))
+    return tiny.save_adapter(tiny_model, tmp_path_factory.mktemp("adapter"))
 
 
 @pytest.fixture(scope="module")
@@ -123,24 +108,10 @@ def test_only_adapters_train_and_the_export_is_merged(tiny_model, adapter, merge
     assert torch.equal(after["model.norm.weight"], exported["model.norm.weight"])
 
 
-def here(job, tmp_path, **options):
-    """What `run_ranks(1, ...)` gives, in this process."""
-    job(out=str(tmp_path / "here.pt"), **options)
-    return torch.load(tmp_path / "here.pt", weights_only=True)
-
-
-def test_ranks_agree_with_one_process(tiny_model, adapter, run_ranks, tmp_path):
-    args = {"path": tiny_model, "steps": 2, "lr": 0.5, "model": {"lora_adapter_path": adapter}}
-    one, two = here(gradient, tmp_path, **args), run_ranks(2, "gradient", **args)
-    assert two["loss"] == pytest.approx(float(one["loss"]), rel=1e-5)
-    assert _relative(two["grads"], one["grads"]) < 1e-5
-    assert _relative(two["params"], one["params"]) < 1e-6
-
-
-def test_adapters_stay_in_fp32_beside_weights_in_bfloat16(tiny_model, adapter, tmp_path):
+def test_adapters_stay_in_fp32_beside_weights_in_bfloat16(tiny_model, adapter, run_ranks):
     args = {"path": tiny_model, "model": {"lora_adapter_path": adapter}}
-    exact = here(gradient, tmp_path, **args)
-    rough = here(gradient, tmp_path, **args, dtype="bfloat16", model_dtype="bf16")
+    exact = run_ranks(1, "gradient", **args)
+    rough = run_ranks(1, "gradient", **args, dtype="bfloat16", model_dtype="bf16")
     assert all(grad.dtype == torch.float32 for grad in rough["grads"].values())
     assert _relative(rough["grads"], exact["grads"]) < 0.1
 
@@ -150,11 +121,11 @@ def test_an_adapter_is_saved_alone_and_goes_on_with_other_ranks(tiny_model, run_
     first = run_ranks(2, "train", seeds=[0, 1], save_to=str(folder), **lora)
     names = json.loads((folder / "model" / "index.json").read_text())["tensors"]
     assert len(names) == 28 and f"{Q}.lora_A.weight" in names and all(".lora_" in name for name in names)
-    loaded = here(train, tmp_path, seeds=[], load=str(folder), **lora)
+    loaded = run_ranks(1, "train", seeds=[], load=str(folder), **lora)
     for name, value in first["params"].items():
         torch.testing.assert_close(loaded["params"][name], value, rtol=1e-6, atol=1e-6)
-    whole = here(train, tmp_path, seeds=[0, 1, 2], **lora)
-    rest = here(train, tmp_path, seeds=[2], load=str(folder), **lora)
+    whole = run_ranks(1, "train", seeds=[0, 1, 2], **lora)
+    rest = run_ranks(1, "train", seeds=[2], load=str(folder), **lora)
     for name, value in whole["params"].items():
         torch.testing.assert_close(rest["params"][name], value, rtol=1e-3, atol=1e-3)
 
@@ -241,10 +212,15 @@ def test_what_cannot_work_is_refused(untied_model, model, message):
 def test_adapters_of_another_kind_are_refused(tiny_model, untied_model, adapter, tmp_path):
     with pytest.raises(ConfigError, match="rank 4"):
         build(tiny_model, model={"lora_adapter_path": adapter, "lora_rank": 8})
-    dora = make_adapter(tiny_model, tmp_path / "dora", use_dora=True)
+    dora = tiny.save_adapter(tiny_model, tmp_path / "dora", use_dora=True)
     with pytest.raises(ConfigError, match="use_dora"):
         build(tiny_model, model={"lora_adapter_path": dora})
-    some = make_adapter(tiny_model, tmp_path / "some", target_modules=["q_proj"])
+    config_file = Path(dora) / "adapter_config.json"
+    changed = json.loads(config_file.read_text()) | {"use_dora": False, "init_lora_weights": "pissa"}
+    config_file.write_text(json.dumps(changed))
+    with pytest.raises(ConfigError, match="init_lora_weights=pissa"):
+        build(tiny_model, model={"lora_adapter_path": dora})
+    some = tiny.save_adapter(tiny_model, tmp_path / "some", target_modules=["q_proj"])
     config = json.loads((tmp_path / "some" / "adapter_config.json").read_text())
     (tmp_path / "some" / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["k_proj"]}))
     with pytest.raises(ConfigError, match="no adapter of this model"):

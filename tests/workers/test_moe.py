@@ -6,11 +6,13 @@ import pytest
 import tiny
 import torch
 from model_families import MOE
-from rank_jobs import build, full_params, loss_of
+from rank_jobs import build, full_params, loss_of, trained_params
 from test_gradients import WAYS
 
 from rlflow.utils import tensordict_utils as tu
+from rlflow.utils.errors import ConfigError
 from rlflow.workers.engine.fsdp.moe import find_routers, load_values
+from rlflow.workers.engine.fsdp.packed_attention import LAYOUT_KWARG, AttentionLayout
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,27 @@ def test_experts_leave_under_the_names_of_checkpoints(moe_model, single_process_
         for path in (moe_model, tmp_path / "huggingface")
     ]
     assert torch.equal(models[0](ids).logits, models[1](ids).logits)
+
+
+def test_experts_get_no_adapter(moe_model, single_process_group, tmp_path):
+    """By "all-linear", the default, PEFT means packed experts too, also when it reads an adapter."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    engine = build(moe_model, model={"lora_rank": 4}, contents=())
+    for name, param in engine.module.named_parameters():
+        assert param.requires_grad == (".lora_" in name)
+        if ".lora_B" in name:
+            torch.nn.init.normal_(param, std=0.05)
+    assert len(trained_params(engine)) == 2 * 2 * 4, "A and B of four projections in two layers"
+    engine.save_checkpoint(str(tmp_path))
+    ids = torch.arange(3, 20)[None]
+    base = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32)
+    by_peft = PeftModel.from_pretrained(base, tmp_path / "lora_adapter")(ids).logits
+    whole_rows = {LAYOUT_KWARG: AttentionLayout.padded(ids.shape[1])}
+    torch.testing.assert_close(engine.module.hf_model(ids, **whole_rows).logits, by_peft, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match=r"experts.*Leave it out of model.target_modules"):
+        build(moe_model, model={"lora_rank": 4, "target_modules": ["q_proj", "gate_proj", "up_proj"]})
 
 
 def test_the_embedded_rollout_takes_experts_one_by_one(moe_model, single_process_group):

@@ -149,7 +149,10 @@ def test_a_disk_that_refuses_costs_the_dump_only(make_worker, tmp_path, caplog):
 
 
 def test_ranks_write_their_rows_and_the_replay_names_the_rank(tiny_model, run_ranks, tmp_path, capsys):
-    run_ranks(2, "poisoned", path=tiny_model, folder=str(tmp_path / "step"), row=6)
+    """Sequences over two ranks, which may have rows that one rank may not; two copies of the weights; adapters."""
+    spread = {"ulysses_sequence_parallel_size": 2, "fsdp_size": 2, "max_token_len_per_gpu": 12}
+    adapter = {"model": {"lora_rank": 4}}
+    run_ranks(4, "poisoned", path=tiny_model, folder=str(tmp_path / "step"), row=6, **spread, **adapter)
     info, _, places = read_dump(tmp_path / "step_1")
     assert info.ranks == 2 and len(places) == 8
     assert main(["replay", str(tmp_path / "step_1"), "--json"]) == 0

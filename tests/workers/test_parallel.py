@@ -16,6 +16,7 @@ from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ConfigError, ContractError
 from rlflow.workers.engine.fsdp.inputs import build_inputs
 from rlflow.workers.engine.fsdp.ulysses import check_heads, over_sequence_ranks, scatter_heads, split_sequence
+from rlflow.workers.engine.options import batch_defaults
 
 pytestmark = pytest.mark.usefixtures("single_process_group")
 CPU = torch.device("cpu")
@@ -136,7 +137,7 @@ def test_shared_prompts_follow_the_key(tiny_model):
     data = tiny.make_batch(4)
     for key, shared in ((None, True), (True, True), (False, False)):
         engine = build(tiny_model, share_prompts=key)
-        assert engine.option_defaults(forward_only=True)["share_prompts"] is shared
+        assert batch_defaults(engine.engine_config, "cpu", forward_only=True)["share_prompts"] is shared
     seen = tu.nested_values(engine.infer_batch(data)["model_output"]["log_probs"])
     torch.testing.assert_close(
         tu.nested_values(build(tiny_model).infer_batch(data)["model_output"]["log_probs"]), seen, rtol=1e-5, atol=1e-5

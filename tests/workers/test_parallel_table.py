@@ -14,9 +14,9 @@ WORLDS = (1, 2, 4)
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_model, single_process_group):
-    """What one process gives: (critic?) -> result."""
-    return {c: rank_jobs.run_case(tiny_model, parallel_cases.PLAIN | {"critic": c}) for c in (False, True)}
+def plain(table_models, single_process_group):
+    """What one process gives: kind of case -> result."""
+    return rank_jobs.plain_results(table_models)
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +26,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tables(tiny_model, start_ranks, folder, plain):
+def tables(table_models, start_ranks, folder, plain):
     """World size -> (case, result) of every combination."""
     cases = {world: parallel_cases.pairwise(world) for world in WORLDS}
     several = {world: cases[world] for world in WORLDS if world > 1}
-    results = start_ranks(max(WORLDS), "tables", path=tiny_model, cases=several, folder=str(folder))
-    results[1] = [rank_jobs.run_case(tiny_model, case) for case in cases[1]]
+    results = start_ranks(max(WORLDS), "tables", models=table_models, cases=several, folder=str(folder))
+    results[1] = [rank_jobs.run_case(table_models, case) for case in cases[1]]
     return {world: list(zip(cases[world], results[world], strict=True)) for world in WORLDS}
 
 
@@ -42,15 +42,16 @@ def test_no_combination_changes_the_numbers(tables, plain, world):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_checkpoints_of_any_mesh_go_on_in_one_process(tables, folder, tiny_model, world):
+def test_checkpoints_of_any_mesh_go_on_in_one_process(tables, folder, table_models, world):
     """Sequences over several ranks, replicated groups, plain shards."""
     cases = [case for case, _ in tables[world]]
     for i in parallel_cases.savers(cases):
         load = str(folder / f"{world}_{i}")
-        engine = rank_jobs.build(tiny_model, optimizer="AdamW", lr=rank_jobs.ADAMW_LR, load=load)
-        for name, value in rank_jobs.full_params(engine).items():
+        (alone,) = (c for c in parallel_cases.plain_cases() if parallel_cases.kind(c) == parallel_cases.kind(cases[i]))
+        engine = rank_jobs.build_case(table_models, alone, load=load)
+        for name, value in rank_jobs.trained_params(engine).items():
             assert torch.equal(value, tables[world][i][1]["AdamW"][name]), (cases[i], name)
-        after = rank_jobs.step_on(engine, rank_jobs.table_loss(cases[i]), parallel_cases.PLAIN)
+        after = rank_jobs.step_on(engine, rank_jobs.table_loss(alone), alone)
         assert _relative(after, tables[world][i][1]["next"]) < 1e-5, cases[i]
 
 
@@ -65,13 +66,16 @@ def test_a_mesh_loads_what_another_one_saved(tables, world):
 
 def differences(case, result, plain):
     """What is not as in the plain run."""
-    expected = plain[case["critic"]]
+    expected = plain[parallel_cases.kind(case)]
     if result["loss"] != pytest.approx(float(expected["loss"]), rel=1e-5, abs=1e-7):
         yield f"loss {float(result['loss'])} instead of {float(expected['loss'])}"
     for row, (mine, theirs) in enumerate(zip(result["outputs"], expected["outputs"], strict=True)):
         if not torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5):
             yield f"outputs of row {row} differ by {float((mine - theirs).abs().max()):.1e}"
-    for name in ("grads", "SGD"):
+    # A prompt that rows share is routed once, and padding is not counted at all.
+    if case["layout"] == "packed" and result["load"] != pytest.approx(expected["load"], rel=1e-5):
+        yield f"load {result['load']} instead of {expected['load']}"
+    for name in ("grads", "SGD", "exported"):
         error = _relative(result[name], expected[name])
         if not error < 1e-5:
             yield f"{name} differ by {error:.1e} of their norm"
@@ -83,12 +87,14 @@ def differences(case, result, plain):
         yield f"{far} of {entries} entries differ after AdamW"
 
 
-def test_training_moves_the_weights_of_the_table(plain, tiny_model, single_process_group):
+def test_training_moves_the_weights_of_the_table(plain, table_models):
     """Otherwise equal weights would say nothing."""
-    start = rank_jobs.full_params(rank_jobs.build(tiny_model))
-    assert _relative(start, plain[False]["SGD"]) > 1e-4
-    moved = torch.cat([(plain[False]["AdamW"][n] - v).abs().flatten() for n, v in start.items()])
-    assert float((moved > rank_jobs.ADAMW_LR).float().mean()) > 0.5
+    for case in parallel_cases.plain_cases():
+        result = plain[parallel_cases.kind(case)]
+        start = rank_jobs.trained_params(rank_jobs.build_case(table_models, case))
+        assert _relative(start, result["SGD"]) > 1e-4, case
+        moved = torch.cat([(result["AdamW"][n] - v).abs().flatten() for n, v in start.items()])
+        assert float((moved > rank_jobs.ADAMW_LR).float().mean()) > 0.3, case
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 
 import pytest
-import rank_jobs
 import tiny
 import torch
 import transformers
@@ -119,25 +118,6 @@ def test_families_with_and_without_a_classifier_in_transformers(family, tmp_path
         assert torch.equal(again[name], value.bfloat16().float()), name
 
 
-def _here(job, out, **kwargs):
-    """A job of rank_jobs.py in this process, as its only rank."""
-    job(out=out, **kwargs)
-    return torch.load(out, weights_only=True)
-
-
-def test_ranks_share_one_gradient(tiny_model, run_ranks, tmp_path):
-    """The head has fewer rows than there are ranks; rank 1 holds the short rows and runs an empty micro-batch."""
-    options = {"max_token_len_per_gpu": 21, "use_remove_padding": False}
-    args = {"path": tiny_model, "critic": True, "steps": 1, "seed": 8, "lr": 0.05, "options": options}
-    one, two = _here(rank_jobs.gradient, tmp_path / "one.pt", **args), run_ranks(2, "gradient", **args)
-    assert len(set(two["micro"])) == 2, "the ranks should need different numbers of micro-batches"
-    assert two["loss"] == pytest.approx(float(one["loss"]), rel=1e-5)
-    assert _relative(two["grads"], one["grads"]) < 1e-5
-    for a, b in zip(two["values"], one["values"], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert _relative(two["params"], one["params"]) < 1e-5
-
-
 def test_half_precision_reaches_the_body_but_not_the_head(tiny_model):
     exact, half = build(tiny_model, critic=True), build(tiny_model, critic=True, dtype="bfloat16", model_dtype="bf16")
     assert {n for n, p in half.module.named_parameters() if p.dtype == torch.float32} == {
@@ -243,12 +223,12 @@ def test_the_exported_folder_gives_the_same_values(classifier):
 
 def test_a_critic_goes_on_exactly_and_on_any_number_of_ranks(tiny_model, run_ranks, tmp_path):
     folder = str(tmp_path / "critic")
-    out, options = tmp_path / "out.pt", {"path": tiny_model, "critic": True}
-    whole = _here(rank_jobs.train, out, seeds=[0, 1, 2], **options)
-    _here(rank_jobs.train, out, seeds=[0, 1], save_to=folder, **options)
-    rest = _here(rank_jobs.train, out, seeds=[2], load=folder, **options)
+    options = {"path": tiny_model, "critic": True}
+    whole = run_ranks(1, "train", seeds=[0, 1, 2], **options)
+    run_ranks(1, "train", seeds=[0, 1], save_to=folder, **options)
+    rest = run_ranks(1, "train", seeds=[2], load=folder, **options)
     two = run_ranks(2, "train", seeds=[2], load=folder, save_to=f"{folder}_2", **options)
-    back = _here(rank_jobs.train, out, seeds=[], load=f"{folder}_2", **options)
+    back = run_ranks(1, "train", seeds=[], load=f"{folder}_2", **options)
     for name, value in whole["params"].items():
         assert torch.equal(rest["params"][name], value), name
         torch.testing.assert_close(two["params"][name], value, rtol=1e-4, atol=1e-4)

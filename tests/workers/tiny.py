@@ -46,6 +46,22 @@ def save_tiny_model(folder: Path, *, family: str = "Llama", tied: bool = True, *
     return str(folder)
 
 
+def save_adapter(path: str, folder: Path, *, rank: int = 4, **options: object) -> str:
+    """A trained-looking adapter (B is not zero) on every linear layer, saved by PEFT; returns its folder."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    chosen = {"target_modules": "all-linear"} | options
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=8, **chosen))  # type: ignore[arg-type]
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.05)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
 def make_batch(rows: int = 8, seed: int = 0, *, group: int = 2, min_r: int = 1, max_r: int = 9) -> TensorDict:
     """`group` rows share a prompt. The last row is a padding row: one prompt and one response token, mask 0."""
     g = torch.Generator().manual_seed(seed)

@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,6 +139,11 @@ class LossCounts:
     batch_num_tokens: int
     global_batch_size: int
     dp_size: int
+
+    def beside(self, data: TensorDict, device: torch.device) -> TensorDict:
+        """A copy of a micro-batch on the device, with these counts."""
+        data = data.to(device) if device.type != "cpu" else data.copy()
+        return tu.assign_non_tensor_whole(data, dataclasses.asdict(self))
 
 
 def loss_mask(data: TensorDict) -> Tensor | None:

@@ -172,6 +172,24 @@ class BatchOptions:
             )
 
 
+def batch_defaults(engine_config: Any, device_type: str, forward_only: bool) -> dict[str, Any]:
+    """`BatchOptions` that a batch does not bring itself, from the `FSDPEngineConfig`."""
+    tokens, rows = engine_config.max_token_len_per_gpu, engine_config.micro_batch_size_per_gpu
+    if forward_only:
+        tokens = engine_config.infer_max_token_len_per_gpu or tokens
+        rows = engine_config.infer_micro_batch_size_per_gpu or rows
+    # On a CPU matrix products are everything, and a group of n responses repeats its prompt n times; on a GPU long rows
+    # are better served by a variable-length attention kernel, which knows no shared prompts.
+    share = engine_config.share_prompts
+    return {
+        "share_prompts": device_type == "cpu" if share is None else bool(share),
+        "use_remove_padding": engine_config.use_remove_padding,
+        "use_dynamic_bsz": engine_config.use_dynamic_bsz,
+        "max_token_len_per_gpu": tokens,
+        "micro_batch_size_per_gpu": rows,
+    }
+
+
 @dataclass(frozen=True)
 class CallOptions:
     """How one call of a worker runs.

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 FORMAT = "rlflow-nonfinite-1"
 INFO = "dump.json"
 _LENGTHS = "/lengths"
+_MODEL_FOLDERS = ("path", "hf_config_path", "tokenizer_path", "lora_adapter_path")
 
 
 @dataclasses.dataclass
@@ -134,9 +135,10 @@ def _describe(
     function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     loss = loss_fn.keywords.get("config") if isinstance(loss_fn, partial) else None
     model = _plain(config.model_config)
-    local = os.path.expanduser(str(model.get("path", "")))
-    if os.path.isdir(local):
-        model["path"] = os.path.abspath(local)
+    for key in _MODEL_FOLDERS:  # a replay may be started elsewhere
+        local = os.path.expanduser(str(model.get(key) or ""))
+        if os.path.isdir(local):
+            model[key] = os.path.abspath(local)
     options = {key: value for key, value in tu.non_tensor_dict(data).items() if _is_json(value)}
     return DumpInfo(
         grad_norm=str(grad_norm),

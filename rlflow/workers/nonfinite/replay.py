@@ -45,7 +45,9 @@ LOSSES: dict[str, tuple[Callable[..., Any], type]] = {
     "rlflow.workers.losses.value_loss": (losses.value_loss, FSDPCriticConfig),
 }
 # Over how many processes the work was spread, which a replay in one does not do.
-_SPREAD = {"fsdp_size": -1, "ulysses_sequence_parallel_size": 1, "tensor_parallel_size": 1}
+_SPREAD = {"fsdp_size": -1, "ulysses_sequence_parallel_size": 1}
+# Options that count tokens of one of the ranks that share a row.
+_TOKENS_OF_A_RANK = ("max_token_len_per_gpu", "infer_max_token_len_per_gpu")
 SAME_NORM = 1e-6
 MAX_RUNS = 200
 
@@ -91,7 +93,7 @@ def build_engine(info: DumpInfo, *, model: str | None = None, checkpoint: Path |
         model: a folder to read the model from instead of the dump's.
         checkpoint: the `actor` or `critic` folder of a checkpoint with the weights; None: those of the model's folder.
     """
-    engine_options = {key: _SPREAD.get(key, value) for key, value in info.engine.items()}
+    engine_options = _budgets_alone(info.engine, info) | _SPREAD
     model_options = info.model | ({"path": model} if model else {})
     engine = EngineRegistry.new(
         info.model_type,
@@ -105,6 +107,12 @@ def build_engine(info: DumpInfo, *, model: str | None = None, checkpoint: Path |
     if checkpoint is not None:
         engine.load_checkpoint(str(checkpoint))
     return engine
+
+
+def _budgets_alone(options: dict[str, Any], info: DumpInfo) -> dict[str, Any]:
+    """Options with the token budgets that ranks of a sequence had together: this process computes whole rows."""
+    ranks = info.engine["ulysses_sequence_parallel_size"]
+    return options | {key: options[key] * ranks for key in _TOKENS_OF_A_RANK if options.get(key)}
 
 
 def loss_of(info: DumpInfo) -> LossFunction:
@@ -121,6 +129,7 @@ def loss_of(info: DumpInfo) -> LossFunction:
 def replay(engine: BaseEngine, info: DumpInfo, data: TensorDict, places: list[tuple[int, int]]) -> Finding:
     """Compute the gradient of the dump's rows and find out where it stops being finite."""
     loss_fn = loss_of(info)
+    data = tu.assign_non_tensor_whole(data.copy(), _budgets_alone(info.options, info))
     norm, bad_weights = weights_state(engine)
     watch = _Watch(engine.module)  # type: ignore[attr-defined]
     with engine.train_mode():

@@ -34,7 +34,8 @@ from rlflow.checkpoint.shards import FORMAT, PendingFile, ShardReader, read_json
 from rlflow.utils.device import get_device_name, get_torch_device
 from rlflow.utils.errors import CheckpointError
 from rlflow.workers.engine.fsdp.export import hf_name
-from rlflow.workers.engine.fsdp.model import PackedModel, reshard
+from rlflow.workers.engine.fsdp.model import PackedModel
+from rlflow.workers.engine.fsdp.sharding import reshard
 from rlflow.workers.engine.fsdp.shards import local_part, read_into, shard_files
 
 logger = logging.getLogger(__name__)

@@ -47,6 +47,7 @@ from rlflow.workers.engine.batching import (
     restore_rows,
 )
 from rlflow.workers.engine.fsdp import checkpoint, export
+from rlflow.workers.engine.fsdp.families import has_dropout
 from rlflow.workers.engine.fsdp.inputs import ModelInputs, build_inputs, empty_inputs, prompt_keys, response_lengths
 from rlflow.workers.engine.fsdp.log_prob import TokenStats
 from rlflow.workers.engine.fsdp.lora import adapters_off
@@ -68,6 +69,7 @@ from rlflow.workers.engine.fsdp.optim import build_lr_scheduler, build_optimizer
 from rlflow.workers.engine.fsdp.sharding import offloads_by_policy, reshard
 from rlflow.workers.engine.fsdp.ulysses import check_heads, gather_predictions, split_sequence
 from rlflow.workers.engine.fsdp.value_model import ValueModel, load_value_config, load_value_model
+from rlflow.workers.engine.options import batch_defaults
 from rlflow.workers.engine.process import ensure_process_group
 from rlflow.workers.engine.registry import EngineRegistry
 
@@ -98,8 +100,7 @@ class FSDPEngine(BaseEngine):
         say_where_nothing_offloads(engine_config, self.device.type)
         self._linear_work = linear_work_per_token(self.hf_config)
         # A prompt that stands for several rows would draw its dropout once instead of once a row.
-        dropouts = (getattr(text, name, 0) for name in ("attention_dropout", "hidden_dropout", "resid_pdrop"))
-        self._may_share = not any(dropouts)
+        self._may_share = not has_dropout(text)
         self.module: PackedModel
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
@@ -186,7 +187,7 @@ class FSDPEngine(BaseEngine):
             raise ContractError("a backward needs a loss function; call set_loss_fn first")
         if self.engine_config.forward_only and not forward_only:
             raise ContractError("this engine is forward_only: it has no gradients and no optimizer")
-        options = BatchOptions.from_batch(data, self.option_defaults(forward_only))
+        options = BatchOptions.from_batch(data, batch_defaults(self.engine_config, self.device.type, forward_only))
         dp_size = self.get_data_parallel_size()
         counts = None
         if loss_function is not None:
@@ -212,24 +213,6 @@ class FSDPEngine(BaseEngine):
         names = list(outputs[0][1]) if outputs else []
         restored = {name: restore_rows([(rows, out[name], n) for rows, out, n in outputs]) for name in names}
         return {"model_output": restored, "loss": losses, "metrics": metrics}
-
-    def option_defaults(self, forward_only: bool) -> dict[str, Any]:
-        """Options that a batch does not bring itself."""
-        config = self.engine_config
-        tokens, rows = config.max_token_len_per_gpu, config.micro_batch_size_per_gpu
-        if forward_only:
-            tokens = config.infer_max_token_len_per_gpu or tokens
-            rows = config.infer_micro_batch_size_per_gpu or rows
-        # On a CPU matrix products are everything, and a group of n responses repeats its prompt n times; on a GPU long
-        # rows are better served by a variable-length attention kernel, which knows no shared prompts.
-        share = config.share_prompts
-        return {
-            "share_prompts": self.device.type == "cpu" if share is None else bool(share),
-            "use_remove_padding": config.use_remove_padding,
-            "use_dynamic_bsz": config.use_dynamic_bsz,
-            "max_token_len_per_gpu": tokens,
-            "micro_batch_size_per_gpu": rows,
-        }
 
     def split(self, data: TensorDict, options: BatchOptions) -> list[MicroBatch]:
         """The micro-batches of a batch, equally many on all ranks. *Collective.*"""
@@ -260,7 +243,7 @@ class FSDPEngine(BaseEngine):
             model_output = {name: tu.nested_from_values(v, inputs.lengths) for name, v in outputs.items()}
             loss, metrics = loss_function(
                 model_output=model_output,
-                data=self._loss_data(micro, counts),
+                data=counts.beside(micro.data, self.device),
                 dp_group=self.get_data_parallel_group(),
             )
         return loss, {name: value.detach().cpu() for name, value in outputs.items()}, inputs.lengths, metrics
@@ -285,19 +268,6 @@ class FSDPEngine(BaseEngine):
             packed=options.use_remove_padding,
             share_prompts=options.share_prompts and self._may_share,
             multiple_of=self.ranks.sp_size,
-        )
-
-    def _loss_data(self, micro: MicroBatch, counts: LossCounts) -> TensorDict:
-        """The micro-batch on the device, with the counts of its mini-batch."""
-        assert micro.data is not None
-        data = micro.data.to(self.device) if self.device.type != "cpu" else micro.data.copy()
-        return tu.assign_non_tensor_whole(
-            data,
-            {
-                "batch_num_tokens": counts.batch_num_tokens,
-                "global_batch_size": counts.global_batch_size,
-                "dp_size": counts.dp_size,
-            },
         )
 
     def optimizer_zero_grad(self) -> None:
@@ -348,13 +318,13 @@ class FSDPEngine(BaseEngine):
         self.module.saves_trained_only = bool(self.checkpoint_config and self.checkpoint_config.save_lora_only)
         folder = Path(local_path)
         with self.eval_mode():
-            state = (self.module, self.optimizer, self.lr_scheduler)
-            files = checkpoint.state_files(*state, folder, contents=contents, global_step=global_step)
-            done = self._writer.write(files, folder, dist.get_rank())
             export.save_hf_folder(
                 self.module, self.model_config, folder / "huggingface", with_weights="hf_model" in contents
             )
-        return done
+            state = (self.module, self.optimizer, self.lr_scheduler)
+            files = checkpoint.state_files(*state, folder, contents=contents, global_step=global_step)
+            # Last: no thread writes into a folder that an error made the caller give up.
+            return self._writer.write(files, folder, dist.get_rank())
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **options: Any

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from rlflow.checkpoint.hf_weights import MAX_FILE_BYTES, TensorSpec, plan_files, write_weights
 from rlflow.utils.moe_weights import expert_parts, splits_experts
 from rlflow.workers.engine.fsdp import lora
-from rlflow.workers.engine.fsdp.model import PREFIX, PackedModel, reshard
+from rlflow.workers.engine.fsdp.model import PREFIX, PackedModel
+from rlflow.workers.engine.fsdp.sharding import reshard
 
 logger = logging.getLogger(__name__)
 

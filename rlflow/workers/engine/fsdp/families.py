@@ -11,6 +11,16 @@ from typing import Any
 from rlflow.utils.attention_needs import unsupported_attention
 from rlflow.utils.errors import ConfigError
 
+# What configs call the probability of dropping activations.
+DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "embd_pdrop",
+    "hidden_dropout",
+    "resid_pdrop",
+    "summary_dropout_prob",
+)
+
 
 def check_model_support(hf_config: Any, model_class: type) -> None:
     """Refuse models that the engine would not compute exactly.
@@ -40,6 +50,11 @@ def check_model_support(hf_config: Any, model_class: type) -> None:
             f"{model_class.__name__} cannot be trained by the FSDP engine of this version: {'; '.join(reasons)}. "
             "docs/models.md lists what works, such as Llama, Qwen2.5, Qwen3, Mistral, Gemma 2 and 3 (text)."
         )
+
+
+def has_dropout(text_config: Any) -> bool:
+    """Whether a text model drops activations while it trains."""
+    return any(getattr(text_config, name, 0) for name in DROPOUTS)
 
 
 def final_softcap(hf_config: Any) -> float | None:

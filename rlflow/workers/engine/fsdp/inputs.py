@@ -34,9 +34,9 @@ class ModelInputs:
         labels: int64 [N].
         lengths: int64 [rows], predictions of each row; they add up to N.
         temperature: one number, or fp32 [N].
+        real: how many packed tokens, the first ones, stand for tokens of rows; 0 for a padded batch.
         sequence: how the predictions of several ranks come together, where this is the part of one of them
-            (`ulysses.split_sequence`): ids, positions, predictions, labels and temperatures are then this rank's,
-            layout and lengths those of all.
+            (`ulysses.split_sequence`): layout and lengths are then those of all, everything else is this rank's.
     """
 
     input_ids: Tensor
@@ -46,6 +46,7 @@ class ModelInputs:
     labels: Tensor
     lengths: Tensor
     temperature: float | Tensor
+    real: int = 0
     sequence: SequencePart | None = None
 
 
@@ -120,8 +121,9 @@ def build_inputs(
     """
     rows = _flatten(data)
     lengths = torch.tensor(rows.predicted, dtype=torch.int64)
+    real = 0
     if packed:
-        source, layout_rows, predict = _pack(rows, prompt_keys(data) if share_prompts else None, multiple_of)
+        source, layout_rows, predict, real = _pack(rows, prompt_keys(data) if share_prompts else None, multiple_of)
         input_ids, position_ids = rows.tokens[source].unsqueeze(0), rows.positions[source].unsqueeze(0)
         layout = AttentionLayout.packed(layout_rows, device)
     else:
@@ -141,6 +143,7 @@ def build_inputs(
         labels=rows.tokens[_cat(label_source)].to(device),
         lengths=lengths,
         temperature=temperature,
+        real=real,
     )
 
 
@@ -175,8 +178,10 @@ def _flatten(data: TensorDict) -> _Rows:
     return _Rows(tokens, positions, start, total, response_lengths(data).tolist())
 
 
-def _pack(rows: _Rows, keys: list[bytes] | None, multiple_of: int) -> tuple[Tensor, list[Row], list[Tensor]]:
-    """(positions of the packed tokens in the flattened rows, packed rows, prediction positions of each row)."""
+def _pack(rows: _Rows, keys: list[bytes] | None, multiple_of: int) -> tuple[Tensor, list[Row], list[Tensor], int]:
+    """(positions of the packed tokens in the flattened rows, packed rows, prediction positions of each row, tokens
+    before the filling ones).
+    """
     members: dict[bytes | int, list[int]] = {}
     for i, r in enumerate(rows.predicted):
         if r > 0:  # nothing is predicted in an empty response: its row need not be computed
@@ -206,12 +211,13 @@ def _pack(rows: _Rows, keys: list[bytes] | None, multiple_of: int) -> tuple[Tens
             at = put(rows.start[i] + p, own, (prompt, prompt + p)) if own else 0
             # The first response token is predicted by the last prompt token, which the group shares.
             predict[i] = torch.cat([torch.tensor([prompt + p - 1]), torch.arange(at, at + own)])
+    real = position
     if not layout:
         put(0, 1, None)
     if rest := -position % multiple_of:
         source.append(torch.zeros(rest, dtype=torch.int64))
         layout.append(Row(position, rest))
-    return _cat(source), layout, predict
+    return _cat(source), layout, predict, real
 
 
 def _pad(rows: _Rows) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from rlflow.checkpoint.shards import write_tensors
 from rlflow.utils.errors import ConfigError
+from rlflow.workers.engine.fsdp.moe import find_routers
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
 _ADAPTER = re.compile(r"\.lora_[AB]\.")
+# What parts of experts and routers are called in checkpoints. With transformers 5 PEFT takes these names of linear
+# layers for the packed experts, also when it reads an adapter.
+_EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def _adapter_config(hf_model: Any, model_config: Any, head: str | None) -> Any:
             task_type="CAUSAL_LM" if head is None else "TOKEN_CLS",
             r=model_config.lora_rank,
             lora_alpha=model_config.lora_alpha,
-            target_modules=_plain(model_config.target_modules),
+            target_modules=_targets(hf_model, model_config.target_modules),
             exclude_modules=_plain(exclude),
             modules_to_save=None,
             bias="none",
@@ -126,6 +130,8 @@ def _adapter_config(hf_model: Any, model_config: Any, head: str | None) -> Any:
         raise ConfigError(f"{key} has rank {config.r}, model.lora_rank says {model_config.lora_rank}; set it to 0")
     unsupported = ("use_dora", "trainable_token_indices", "layer_replication", "target_parameters", "lora_bias")
     odd = [name for name in unsupported if getattr(config, name, None)]
+    if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        odd.append(f"init_lora_weights={config.init_lora_weights}")  # others change the base weights
     odd += ["modules_to_save"] if set(config.modules_to_save or ()) - {head} else []
     if odd or config.bias != "none":
         raise ConfigError(f"{key} uses {', '.join(odd) or 'bias'}, which the FSDP engine does not train")
@@ -133,6 +139,15 @@ def _adapter_config(hf_model: Any, model_config: Any, head: str | None) -> Any:
         logger.warning("%s: its dropout of %g is off: an update must see what was sampled", key, config.lora_dropout)
     config.inference_mode, config.lora_dropout, config.modules_to_save = False, 0.0, None
     return config
+
+
+def _targets(hf_model: Any, names: Any) -> Any:
+    """`target_modules` for PEFT, which by "all-linear" also means the packed experts of a mixture: they get none."""
+    if names != "all-linear" or not find_routers(hf_model):
+        return _plain(names)
+    head = hf_model.get_output_embeddings()
+    linear = {name for name, layer in hf_model.named_modules() if type(layer) is nn.Linear and layer is not head}
+    return sorted({name.rpartition(".")[2] for name in linear} - _EXPERT_NAMES)
 
 
 def _plain(names: Any) -> Any:
@@ -152,7 +167,7 @@ def _check_layers(hf_model: Any, model_config: Any) -> None:
             raise ConfigError(
                 f"model.target_modules={model_config.target_modules!r} puts an adapter on {name} "
                 f"({type(layer.get_base_layer()).__name__}); only linear layers other than the output head can have "
-                "one here. Leave it out by model.exclude_modules."
+                "one here. Leave it out of model.target_modules, or name it in model.exclude_modules."
             )
 
 

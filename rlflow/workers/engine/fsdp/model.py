@@ -41,7 +41,6 @@ from rlflow.workers.engine.fsdp.sharding import (
     parse_dtype,
     shard,
 )
-from rlflow.workers.engine.fsdp.sharding import reshard as reshard
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +79,8 @@ class PackedModel(nn.Module):
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Last hidden states [N, h] where the predictions are made."""
         inputs.layout.calls = AttentionCalls()
-        # Padding, and the token of a rank without rows, are routed too, but are no load.
-        counts = torch.is_grad_enabled() and not inputs.layout.dense and inputs.lengths.numel() > 0
-        with nullcontext() if self.routers is None else self.routers.recording(counts):
+        counted = inputs.real if torch.is_grad_enabled() else 0
+        with nullcontext() if self.routers is None else self.routers.recording(counted):
             hidden = self.hf_model.base_model(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,

@@ -4,7 +4,8 @@ With f_e the share of a layer's assignments that went to expert e (of E) and P_e
     violation   f_e E - 1                 0 for an even load, -1 for an expert that nobody asked
     aux loss    E k sum_e f_e P_e         Switch Transformer (arXiv:2101.03961, equations 4 to 6), k experts a token
 
-Both are measured over a whole mini-batch on all ranks, so that they do not depend on how it was split. The aux loss is
+Both are measured over a whole mini-batch on all ranks, so that they do not depend on how it was split; a prompt that
+rows share counts as often as it is computed. The aux loss is
 reported only, never trained: it is no sum over tokens, so that its gradient would depend on the split.
 """
 
@@ -44,7 +45,7 @@ class RouterLoad:
 
     def __init__(self, routers: list[tuple[nn.Module, int]], top_k: int, with_aux: bool) -> None:
         self.top_k, self.with_aux = top_k, with_aux
-        self._on = False
+        self._counted = 0
         self._sums: list[Tensor | None] = [None] * len(routers)
         for layer, (router, place) in enumerate(routers):
             router.register_forward_hook(self._hook(layer, place))
@@ -60,17 +61,19 @@ class RouterLoad:
         return RouterLoad(routers, int(top_k), bool(getattr(config, "output_router_logits", False)))
 
     @contextmanager
-    def recording(self, on: bool = True) -> Iterator[None]:
-        """Count what is routed inside the block; activations that are computed again later are outside of it."""
-        self._on = on
+    def recording(self, tokens: int) -> Iterator[None]:
+        """Count how the first `tokens` of each router are routed inside the block: what fills up a batch is routed too,
+        but is no load. Activations that are computed again later are outside of it.
+        """
+        self._counted = tokens
         try:
             yield
         finally:
-            self._on = False
+            self._counted = 0
 
     def _hook(self, layer: int, place: int) -> Any:
         def count(_: nn.Module, __: Any, output: Any) -> None:
-            if self._on:
+            if self._counted:
                 self._add(layer, output if isinstance(output, Tensor) else output[place])
 
         return count
@@ -78,7 +81,7 @@ class RouterLoad:
     @torch.no_grad()
     def _add(self, layer: int, logits: Tensor) -> None:
         """Rows of the sums [2, experts]: assignments, and router probabilities."""
-        probs = torch.softmax(logits.flatten(0, -2).float(), dim=-1)
+        probs = torch.softmax(logits.flatten(0, -2)[: self._counted].float(), dim=-1)
         chosen = probs.topk(self.top_k, dim=-1).indices.flatten()
         new = torch.stack([torch.bincount(chosen, minlength=probs.shape[-1]).to(probs.dtype), probs.sum(0)])
         old = self._sums[layer]

@@ -101,6 +101,7 @@ def split_sequence(inputs: ModelInputs, group: Any) -> ModelInputs:
         predict_index=inputs.predict_index[mine] - rank * length,
         labels=inputs.labels[mine],
         temperature=temperature[mine] if isinstance(temperature, Tensor) else temperature,
+        real=min(max(inputs.real - rank * length, 0), length),
         sequence=SequencePart(group, mine, owner * width + place, width),
     )
 

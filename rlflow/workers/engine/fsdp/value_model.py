@@ -20,21 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.utils.errors import ConfigError
-from rlflow.workers.engine.fsdp.families import check_model_support
+from rlflow.workers.engine.fsdp.families import DROPOUTS, check_model_support
 from rlflow.workers.engine.fsdp.inputs import ModelInputs
 from rlflow.workers.engine.fsdp.model import PackedModel, check_loaded, expand_path, load_hf_config, mapped_class
 from rlflow.workers.engine.fsdp.packed_attention import ATTENTION_NAME, register_attention
 
 logger = logging.getLogger(__name__)
 
-_DROPOUTS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "embd_pdrop",
-    "hidden_dropout",
-    "resid_pdrop",
-    "summary_dropout_prob",
-)
 # What heads of one output are called: those of token and sequence classifiers (reward models) in transformers, and the
 # value heads that TRL and others save beside a causal LM.
 _HEAD_NAMES = ("score", "classifier", "v_head.summary", "v_head", "value_head")
@@ -82,7 +74,7 @@ def load_value_config(model_config: Any) -> Any:
     # The head's own dropout has a default of 0.1 that no config shows.
     config.classifier_dropout = 0.0
     for part in {id(config): config, id(config.get_text_config()): config.get_text_config()}.values():
-        for name in _DROPOUTS:
+        for name in DROPOUTS:
             if getattr(part, name, None):
                 setattr(part, name, 0.0)
     return config
