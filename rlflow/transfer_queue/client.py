@@ -17,7 +17,6 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlflow.transfer_queue.arguments import check_keys, check_partition, check_select
@@ -231,7 +230,9 @@ class TransferQueueClient(LowLevelCalls):
             return None
         if columns is None:
             return None
-        return {name: replace(column, ragged=location.ragged[name]) for name, column in columns.items()}
+        for name, column in columns.items():
+            column.ragged = location.ragged[name]
+        return columns
 
     async def async_get_by_meta(
         self, meta: KVBatchMeta, select_fields: Any, missing_ok: Sequence[str], layout: Layout | None = None

@@ -15,6 +15,7 @@ different offsets even when their lengths agree. Tensors are views of a column's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +95,7 @@ def _encode_dense(value: Tensor) -> Column:
     if value.dim() == 0:
         raise QueueArgumentError("a field needs a row dimension; this one is a scalar tensor")
     size, shape = value.shape[0], tuple(value.shape[1:])
-    row_bytes = value.element_size() * int(np.prod(shape, dtype=np.int64))
+    row_bytes = value.element_size() * math.prod(shape)
     return uniform_column(_dtype_name(value), _bytes_of(value), size, row_bytes, shape)
 
 
@@ -174,19 +175,20 @@ class Layout:
 
 
 JAGGED = Layout()
-# Offsets of a batch by what tells them apart: number and length of the rows, or all lengths as bytes.
-Offsets = dict[tuple[int, int] | bytes, Tensor]
+# The first jagged tensor of a batch with certain row lengths, by what tells them apart: number and length of the rows,
+# or all lengths as bytes.
+Firsts = dict[tuple[int, int] | bytes, Tensor]
 
 
 def decode_batch(columns: Mapping[str, Column], size: int, layout: Layout = JAGGED) -> TensorDict:
     """The TensorDict of `size` rows; nobody else sees the memory of its tensors."""
-    offsets: Offsets = {}
+    firsts: Firsts = {}
     fields: dict[Any, Any] = {}
     for name, column in columns.items():
         if layout.kind == "list":
             fields[name] = make_stack(decode_rows(column))
             continue
-        value = decode_column(column, offsets)
+        value = decode_column(column, firsts)
         if layout.kind == "padded" and isinstance(value, Tensor) and value.is_nested:
             value = nested_to_padded(value, layout.value_for(name), left=layout.padding_side == "left")
         fields[name] = value
@@ -214,8 +216,8 @@ def _flat(column: Column) -> Tensor:
     return torch.from_numpy(data).view(dtype)
 
 
-def decode_column(column: Column, offsets: Offsets) -> Tensor | NonTensorStack:
-    """One field as a dense or a jagged tensor, or as a stack of objects; a batch's fields share `offsets`."""
+def decode_column(column: Column, firsts: Firsts) -> Tensor | NonTensorStack:
+    """One field as a dense or a jagged tensor, or as a stack of objects; a batch's fields share offsets by `firsts`."""
     if column.dtype == OBJECT:
         return make_stack(decode_rows(column))
     shapes = column.shapes
@@ -235,9 +237,11 @@ def decode_column(column: Column, offsets: Offsets) -> Tensor | NonTensorStack:
         values = torch.cat(decode_rows(column), dim=axis)
     lengths = shapes[:, axis]
     key = (len(lengths), low[axis]) if low[axis] == high[axis] else lengths.tobytes()
-    if key not in offsets:
-        offsets[key] = torch.from_numpy(bounds_of(lengths))
-    return jagged_view(values, offsets[key], axis + 1, low[axis], high[axis])
+    like = firsts.get(key)
+    offsets = torch.from_numpy(bounds_of(lengths)) if like is None else like.offsets()  # type: ignore[attr-defined]
+    view = jagged_view(values, offsets, axis + 1, low[axis], high[axis], like)
+    firsts.setdefault(key, view)
+    return view
 
 
 def _empty_rows(column: Column) -> Tensor:
