@@ -121,11 +121,13 @@ class Tenant:
             self._unit, self._cursor, self._mapping = request.unit, Cursor(lease), mapping
             return sealed
 
-    def drop(self, request: Request) -> None:
-        """A request came to nothing."""
+    def drop(self, request: Request) -> bool:
+        """A request came to nothing; False when somebody else has seen to it."""
         with self._lock:
-            if self._request is request:
-                self._request = None
+            if self._request is not request:
+                return False
+            self._request = None
+            return True
 
     def _seal(self) -> Sealed | None:
         if self._cursor is None:
