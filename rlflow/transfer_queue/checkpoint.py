@@ -106,8 +106,8 @@ def _begin(work: Path, final: Path) -> None:
     for folder in (work, final, _beside(final, ".old")):
         if folder.exists() and not _is_ours(folder):
             raise TableCheckpointError(
-                f"the table's checkpoint {final} was not written: {folder}, which it would replace, holds something else "
-                "than a checkpoint of a table. Give a folder of its own, or move that one"
+                f"the table's checkpoint {final} was not written: {folder}, which it would replace, holds something "
+                "else than a checkpoint of a table. Give a folder of its own, or move that one"
             )
     recover(final)
     shutil.rmtree(work, ignore_errors=True)

@@ -40,7 +40,7 @@ def unpack(data: bytes | memoryview) -> Any:
 
 
 def has_plain_bytes(tensor: Any) -> bool:
-    """Whether the bytes of a tensor (or of its rows, if nested) are its values: not so for sparse and quantized ones."""
+    """Whether the bytes of a tensor (or of its rows, if nested) are its values: not so for sparse and quantized."""
     return str(tensor.layout) in ("torch.strided", "torch.jagged") and not tensor.is_quantized and not tensor.is_meta
 
 
