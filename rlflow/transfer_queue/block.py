@@ -155,7 +155,10 @@ Runs = list[tuple[int, int, int]]
 
 def runs_of(which: np.ndarray, places: np.ndarray) -> Runs:
     """Rows (block `which[i]`, row `places[i]`) as runs of neighbours: (block, first row, last row + 1)."""
-    breaks = np.flatnonzero((np.diff(which) != 0) | (np.diff(places) != 1)) + 1
+    breaks = np.flatnonzero((which[1:] != which[:-1]) | (places[1:] != places[:-1] + 1)) + 1
+    if not len(breaks):
+        first = int(places[0])
+        return [(int(which[0]), first, first + len(places))]
     starts = np.concatenate([[0], breaks])
     lengths = np.diff(np.concatenate([starts, [len(places)]]))
     firsts = places[starts]

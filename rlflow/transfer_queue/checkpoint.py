@@ -74,9 +74,10 @@ async def save(snapshot: Snapshot, host: StorageHost, final: Path, sampler: Any,
         TableCheckpointError: the disk is full or refuses, or a block cannot be had; an older checkpoint is untouched.
     """
     work = _beside(final, ".tmp")
+    with _explained(final):
+        await asyncio.to_thread(_begin, work, final)
     try:
         with _explained(final):
-            await asyncio.to_thread(_begin, work, final)
             places = await _export(snapshot.blocks, host, work / STORAGE)
             await asyncio.to_thread(_write_metadata, work, snapshot, places, sampler, user_metadata)
             await asyncio.to_thread(_replace, work, final)
@@ -102,6 +103,12 @@ def _beside(final: Path, suffix: str) -> Path:
 
 
 def _begin(work: Path, final: Path) -> None:
+    for folder in (work, final, _beside(final, ".old")):
+        if folder.exists() and not _is_ours(folder):
+            raise TableCheckpointError(
+                f"the table's checkpoint {final} was not written: {folder}, which it would replace, holds something "
+                "else than a checkpoint of a table. Give a folder of its own, or move that one"
+            )
     recover(final)
     shutil.rmtree(work, ignore_errors=True)
     (work / STORAGE).mkdir(parents=True)
@@ -164,10 +171,15 @@ def _replace(work: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder holds nothing but (parts of) a checkpoint."""
+    return folder.is_dir() and {METADATA, STATE, STORAGE}.issuperset(os.listdir(folder))
+
+
 def recover(final: Path) -> None:
     """Put back the checkpoint that a killed save had set aside."""
     old = _beside(final, ".old")
-    if old.is_dir() and not final.exists():
+    if not final.exists() and _is_ours(old):
         os.rename(old, final)
 
 

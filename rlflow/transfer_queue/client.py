@@ -17,7 +17,6 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlflow.transfer_queue.arguments import check_keys, check_partition, check_select
@@ -102,6 +101,8 @@ class TransferQueueClient(LowLevelCalls):
 
             columns = encode_row(fields)
         else:
+            if fields is not None and not hasattr(fields, "batch_size"):
+                raise QueueTypeError(f"fields of a row are a dict or a TensorDict, got {type(fields).__name__}")
             if fields is not None and len(fields.batch_size) == 0:
                 fields = fields.unsqueeze(0)
             columns = await self._encode(fields, 1)
@@ -190,6 +191,7 @@ class TransferQueueClient(LowLevelCalls):
         layout: Layout | None = None,
     ) -> TensorDict:
         """See `api.kv_batch_get`."""
+        check_partition(partition_id)
         keys = check_keys(keys)
         selected = check_select(select_fields, missing_ok)
         deadline = time.monotonic() + self._timeout_s
@@ -231,7 +233,9 @@ class TransferQueueClient(LowLevelCalls):
             return None
         if columns is None:
             return None
-        return {name: replace(column, ragged=location.ragged[name]) for name, column in columns.items()}
+        for name, column in columns.items():
+            column.ragged = location.ragged[name]
+        return columns
 
     async def async_get_by_meta(
         self, meta: KVBatchMeta, select_fields: Any, missing_ok: Sequence[str], layout: Layout | None = None
@@ -257,16 +261,19 @@ class TransferQueueClient(LowLevelCalls):
         self, keys: Sequence[str] | str, partition_id: str, fields: Sequence[str] | None
     ) -> dict[str, dict[str, dict[str, Any]]]:
         """See `api.kv_lineage`."""
+        check_partition(partition_id)
         return await self.controller.call("lineage", check_keys(keys), partition_id, fields)
 
     async def async_clear(self, keys: Sequence[str] | str, partition_id: str) -> None:
         """See `api.kv_clear`."""
+        check_partition(partition_id)
         await self.controller.call("clear", check_keys(keys), partition_id)
 
     async def async_watch(
         self, partition_id: str, since_version: int, timeout_s: float
     ) -> tuple[int, dict[str, Tag | None]]:
         """See `api.kv_watch`."""
+        check_partition(partition_id)
         reply = await self.controller.call(
             "watch", partition_id, int(since_version), float(timeout_s), extra_s=timeout_s
         )
@@ -281,6 +288,7 @@ class TransferQueueClient(LowLevelCalls):
         timeout_s: float,
     ) -> tuple[int, dict[str, Tag]]:
         """See `api.kv_wait`."""
+        check_partition(partition_id)
         keys = None if keys is None else check_keys(keys)
         if keys is None and predicate.count is None:
             raise QueueArgumentError("kv_wait needs keys or Predicate(count=...): else there is nothing to count up to")

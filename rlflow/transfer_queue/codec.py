@@ -15,6 +15,7 @@ different offsets even when their lengths agree. Tensors are views of a column's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,9 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from rlflow.transfer_queue.column import OBJECT, Column, bounds_of, row_shapes, uniform_column
+from rlflow.transfer_queue.column import OBJECT, Column, bounds_of, row_shapes, stack_shapes, uniform_column
 from rlflow.transfer_queue.errors import QueueArgumentError, QueueTypeError
-from rlflow.transfer_queue.objects import pack, unpack
+from rlflow.transfer_queue.objects import has_plain_bytes, pack, unpack
 from rlflow.utils.nested import compact, jagged_view, nested_to_padded, ragged_dim
 from rlflow.utils.tensordict_utils import make_stack
 
@@ -37,6 +38,7 @@ def encode_row(fields: Mapping[str, Any]) -> dict[str, Column]:
     """Columns of one row given as a dict: a tensor is the row's tensor, anything else one object."""
     columns = {}
     for name, value in fields.items():
+        _check_name(name)
         if isinstance(value, Tensor) and value.is_nested:
             raise QueueArgumentError(f"field {name!r} of a single row is a nested tensor; use kv_batch_put for batches")
         if isinstance(value, (NonTensorData, NonTensorStack)):
@@ -53,18 +55,41 @@ def encode_batch(fields: Any, size: int) -> dict[str, Column]:
     if rows != size:
         raise QueueArgumentError(f"fields have batch size {tuple(fields.batch_size)}, but there are {size} keys")
     # Iterating a TensorDict iterates its rows, hence keys().
-    return {name: encode_column(name, fields.get(name), size) for name in fields.keys()}
+    columns = {}
+    for name in fields.keys():
+        _check_name(name)
+        columns[name] = encode_column(name, fields.get(name), size)
+    return columns
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not _is_text(name):
+        raise QueueTypeError(f"a field is named by a string of whole characters, got {name!r}")
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 def tensor_bytes(fields: Any) -> int:
     """Bytes of the tensors in a TensorDict: what encoding it will have to move."""
     values = fields.values() if isinstance(fields, TensorDictBase) else ()
-    return sum((v.values() if v.is_nested else v).nbytes for v in values if isinstance(v, Tensor))
+    tensors = [v.values() if v.is_nested else v for v in values if isinstance(v, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def encode_column(name: str, value: Any, size: int) -> Column:
     """Column of one field: a tensor [size, ...], a jagged tensor, or a list / NonTensorStack of `size` objects."""
     if isinstance(value, Tensor):
+        if not has_plain_bytes(value):
+            raise QueueTypeError(
+                f"field {name!r} is a tensor of layout {value.layout}, dtype {value.dtype} on {value.device}, whose "
+                "values cannot be stored as they are; give a dense tensor with data (to_dense(), dequantize())"
+            )
         column = _encode_nested(value) if value.is_nested else _encode_dense(value)
     elif isinstance(value, NonTensorStack):
         column = _encode_objects(name, value.tolist())
@@ -82,7 +107,8 @@ def encode_column(name: str, value: Any, size: int) -> Column:
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # A conjugated or negated view only notes that its bytes are to be read otherwise.
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy()
 
 
@@ -94,7 +120,7 @@ def _encode_dense(value: Tensor) -> Column:
     if value.dim() == 0:
         raise QueueArgumentError("a field needs a row dimension; this one is a scalar tensor")
     size, shape = value.shape[0], tuple(value.shape[1:])
-    row_bytes = value.element_size() * int(np.prod(shape, dtype=np.int64))
+    row_bytes = value.element_size() * math.prod(shape)
     return uniform_column(_dtype_name(value), _bytes_of(value), size, row_bytes, shape)
 
 
@@ -118,11 +144,12 @@ def _encode_nested(value: Tensor) -> Column:
 
 def _encode_rows(rows: Sequence[Tensor], ragged: int | None) -> Column:
     parts = [_bytes_of(row) for row in rows]
+    shapes = [np.array([tuple(row.shape)], np.int64).reshape(1, -1) for row in rows]
     return Column(
         _dtype_name(rows[0]),
         np.concatenate(parts),
         np.array([len(part) for part in parts], np.int64),
-        np.array([tuple(row.shape) for row in rows], np.int64).reshape(len(rows), -1),
+        stack_shapes(shapes),
         ragged,
     )
 
@@ -174,19 +201,20 @@ class Layout:
 
 
 JAGGED = Layout()
-# Offsets of a batch by what tells them apart: number and length of the rows, or all lengths as bytes.
-Offsets = dict[tuple[int, int] | bytes, Tensor]
+# The first jagged tensor of a batch with certain row lengths, by what tells them apart: number and length of the rows,
+# or all lengths as bytes.
+Firsts = dict[tuple[int, int] | bytes, Tensor]
 
 
 def decode_batch(columns: Mapping[str, Column], size: int, layout: Layout = JAGGED) -> TensorDict:
     """The TensorDict of `size` rows; nobody else sees the memory of its tensors."""
-    offsets: Offsets = {}
+    firsts: Firsts = {}
     fields: dict[Any, Any] = {}
     for name, column in columns.items():
         if layout.kind == "list":
             fields[name] = make_stack(decode_rows(column))
             continue
-        value = decode_column(column, offsets)
+        value = decode_column(column, firsts)
         if layout.kind == "padded" and isinstance(value, Tensor) and value.is_nested:
             value = nested_to_padded(value, layout.value_for(name), left=layout.padding_side == "left")
         fields[name] = value
@@ -214,8 +242,8 @@ def _flat(column: Column) -> Tensor:
     return torch.from_numpy(data).view(dtype)
 
 
-def decode_column(column: Column, offsets: Offsets) -> Tensor | NonTensorStack:
-    """One field as a dense or a jagged tensor, or as a stack of objects; a batch's fields share `offsets`."""
+def decode_column(column: Column, firsts: Firsts) -> Tensor | NonTensorStack:
+    """One field as a dense or a jagged tensor, or as a stack of objects; a batch's fields share offsets by `firsts`."""
     if column.dtype == OBJECT:
         return make_stack(decode_rows(column))
     shapes = column.shapes
@@ -235,9 +263,11 @@ def decode_column(column: Column, offsets: Offsets) -> Tensor | NonTensorStack:
         values = torch.cat(decode_rows(column), dim=axis)
     lengths = shapes[:, axis]
     key = (len(lengths), low[axis]) if low[axis] == high[axis] else lengths.tobytes()
-    if key not in offsets:
-        offsets[key] = torch.from_numpy(bounds_of(lengths))
-    return jagged_view(values, offsets[key], axis + 1, low[axis], high[axis])
+    like = firsts.get(key)
+    offsets = torch.from_numpy(bounds_of(lengths)) if like is None else like.offsets()  # type: ignore[attr-defined]
+    view = jagged_view(values, offsets, axis + 1, low[axis], high[axis], like)
+    firsts.setdefault(key, view)
+    return view
 
 
 def _empty_rows(column: Column) -> Tensor:
@@ -258,13 +288,17 @@ def apply_parser(
     """
     before = {name: decode_rows(column) for name, column in columns.items()}
     after = parser(before)
-    if set(after) != set(columns):
-        raise QueueArgumentError(f"data_parser must keep the fields {sorted(columns)}, it returned {sorted(after)}")
+    if not isinstance(after, Mapping) or after.keys() != columns.keys():
+        found = sorted(after) if isinstance(after, Mapping) else f"a {type(after).__name__}"
+        raise QueueArgumentError(f"data_parser must keep the fields {sorted(columns)}, it returned {found}")
     result = {}
     for name, column in columns.items():
         rows = list(after[name])
         if len(rows) != len(column):
             raise QueueArgumentError(f"data_parser made {len(rows)} rows of the {len(column)} of field {name!r}")
         tensors = rows and all(isinstance(row, Tensor) for row in rows)
+        if tensors and len({row.dtype for row in rows}) > 1:
+            kinds = sorted({str(row.dtype) for row in rows})
+            raise QueueArgumentError(f"data_parser made rows of several dtypes of field {name!r}: {kinds}; cast them")
         result[name] = _encode_rows(rows, None) if tensors else _encode_objects(name, rows)
     return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgpack
@@ -52,8 +53,14 @@ def bounds_of(sizes: np.ndarray) -> np.ndarray:
 
 def uniform_column(dtype: str, data: np.ndarray, rows: int, row_bytes: int, shape: tuple[int, ...]) -> Column:
     """A column whose rows all have `shape`; costs the same for any number of rows."""
+    return Column(dtype, data, *_uniform(rows, row_bytes, shape))
+
+
+@lru_cache(maxsize=1024)
+def _uniform(rows: int, row_bytes: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """`sizes` and `shapes` of a uniform column; read-only, so that columns may share them."""
     sizes = np.broadcast_to(np.int64(row_bytes), (rows,))
-    return Column(dtype, data, sizes, np.broadcast_to(np.array(shape, np.int64), (rows, len(shape))))
+    return sizes, np.broadcast_to(np.array(shape, np.int64), (rows, len(shape)))
 
 
 def common_shape(shapes: np.ndarray) -> tuple[int, ...] | None:

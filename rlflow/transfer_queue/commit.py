@@ -46,6 +46,8 @@ class PutReply:
 
     def merged(self, sent: list[Tag]) -> list[Tag]:
         """The tags of all rows: `sent`, which is the caller's to give away, with the differing ones replaced."""
+        if not self.differing:
+            return sent
         for number, tag in zip(self.differing, unpack_batch(self.packed).dicts(), strict=True):
             sent[number] = tag
         return sent

@@ -161,7 +161,10 @@ class TransferQueueController(RowCalls):
                 self._table.check_head(partition_id, head)
             # New rows go behind those that wait already.
             if fits() and (not self._room or not self._takes_room(keys, partition_id, head)):
-                return commit()
+                reply = commit()
+                # Rows that wait for room may be old ones by now, and overwriting may have made some.
+                self._room.advance()
+                return reply
             return await self._commit_later(keys, partition_id, head, fits, commit)
         except BaseException:
             # The block is in storage but will never be committed.

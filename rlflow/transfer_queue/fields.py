@@ -84,9 +84,11 @@ class FieldState:
         if head.ragged is not None:
             self.declared = head.ragged
         shapes = head.shapes
-        if not shapes.size or shapes.min() < 0:
+        if not shapes.size or (shapes[0] if shapes.strides[0] == 0 else shapes).min() < 0:
             return
-        low, high = tuple(shapes.min(axis=0).tolist()), tuple(shapes.max(axis=0).tolist())
+        uniform = shapes.strides[0] == 0  # as most blocks are; looking at one row is enough then
+        low = tuple(shapes[0].tolist() if uniform else shapes.min(axis=0).tolist())
+        high = low if uniform else tuple(shapes.max(axis=0).tolist())
         rank = shapes.shape[1]
         if rank in self.span:
             old_low, old_high = self.span[rank]

@@ -75,14 +75,14 @@ class Tenant:
         """Room in a segment that is for one block; `SegmentGoneError` when it cannot be mapped."""
         with self._lock:
             self._used = time.monotonic()
-        return _slot(unit, Cursor(lease).take(nbytes), self._map(address, lease, at_once=True))
+        return _slot(unit, Cursor(lease).take(nbytes), self._map(address, lease))
 
-    def _map(self, address: UnitAddress, lease: Lease, at_once: bool) -> mmap.mmap:
+    def _map(self, address: UnitAddress, lease: Lease) -> mmap.mmap:
         key = (address.nonce, lease.number)
         with self._lock:
             mapping = self._mappings.get(key)
         if mapping is None:
-            mapping = map_for_writing(address, lease.fd, lease.number, lease.serial, at_once)
+            mapping = map_for_writing(address, lease.fd, lease.number, lease.serial)
         with self._lock:
             self._mappings[key] = mapping
             self._mappings.move_to_end(key)
@@ -115,17 +115,19 @@ class Tenant:
             if self._request is not request:
                 return None  # another thread was faster
             self._request = None
-            mapping = self._map(address, lease, at_once=False)
+            mapping = self._map(address, lease)
             sealed = self._seal()
             self._leases += 1
             self._unit, self._cursor, self._mapping = request.unit, Cursor(lease), mapping
             return sealed
 
-    def drop(self, request: Request) -> None:
-        """A request came to nothing."""
+    def drop(self, request: Request) -> bool:
+        """A request came to nothing; False when somebody else has seen to it."""
         with self._lock:
-            if self._request is request:
-                self._request = None
+            if self._request is not request:
+                return False
+            self._request = None
+            return True
 
     def _seal(self) -> Sealed | None:
         if self._cursor is None:

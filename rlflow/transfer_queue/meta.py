@@ -120,8 +120,9 @@ class KVBatchMeta:
         cls, keys: list[str], tags: list[dict[str, Any]], partition_id: str | None, fields: list[str] | None
     ) -> KVBatchMeta:
         """From parts that are known to be valid and that nobody else holds: nothing is checked or copied."""
-        meta = cls(partition_id=partition_id)
-        meta.keys, meta.tags, meta.fields, meta._size = keys, tags, fields, len(keys)
+        meta = cls.__new__(cls)
+        meta.keys, meta.tags, meta.partition_id, meta.fields, meta.extra_info = keys, tags, partition_id, fields, {}
+        meta._size = len(keys)
         return meta
 
     @property

@@ -39,6 +39,11 @@ def unpack(data: bytes | memoryview) -> Any:
     return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False, unicode_errors="surrogatepass")
 
 
+def has_plain_bytes(tensor: Any) -> bool:
+    """Whether the bytes of a tensor (or of its rows, if nested) are its values: not so for sparse and quantized."""
+    return str(tensor.layout) in ("torch.strided", "torch.jagged") and not tensor.is_quantized and not tensor.is_meta
+
+
 def _encode(value: Any) -> msgpack.ExtType:
     if type(value) is tuple:
         return msgpack.ExtType(_TUPLE, pack(list(value)))
@@ -49,8 +54,8 @@ def _encode(value: Any) -> msgpack.ExtType:
     if type(value) is np.ndarray:
         return msgpack.ExtType(_ARRAY, _pack_array(value))
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
-        flat = value.detach().cpu().contiguous().reshape(-1)
+    if torch is not None and isinstance(value, torch.Tensor) and not value.is_nested and has_plain_bytes(value):
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         name = str(flat.dtype).removeprefix("torch.")
         return msgpack.ExtType(_TENSOR, pack([name, list(value.shape), flat.view(torch.uint8).numpy().tobytes()]))
     kind = type(value)

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlflow.transfer_queue.block import BlockView, Runs, gather, runs_of
 from rlflow.transfer_queue.column import Column
-from rlflow.transfer_queue.segment import SegmentGoneError, UnitAddress, map_for_reading
+from rlflow.transfer_queue.segment import HEADER_BYTES, SegmentGoneError, UnitAddress, map_for_reading
 from rlflow.transfer_queue.storage import Extent, Place
 
 Views = list[BlockView | None]
@@ -113,7 +113,7 @@ def _own_small_views(columns: dict[str, Column]) -> None:
     small = {
         key
         for key, segment in segments.items()
-        if seen[key] < _SMALLEST_BYTES and seen[key] * _SMALLEST_PART < segment.nbytes
+        if seen[key] < _SMALLEST_BYTES and seen[key] * _SMALLEST_PART < segment.nbytes - HEADER_BYTES
     }
     for column in columns.values():
         segment = _segment_of(column.data)

@@ -166,7 +166,8 @@ def run_direct(operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]
 
     A thread that runs an event loop cannot drive a second coroutine; there the private loop does it.
     """
-    return run_on(attached_client(), operation)
+    connection = _current()
+    return run_on(attached_client() if connection is None else connection.client, operation)
 
 
 def run_on(client: TransferQueueClient, operation: Callable[[TransferQueueClient], Coroutine[Any, Any, T]]) -> T:

@@ -142,13 +142,12 @@ def map_for_reading(address: UnitAddress, fd: int, serial: int) -> np.ndarray:
         os.close(opened)
 
 
-def map_for_writing(address: UnitAddress, fd: int, number: int, serial: int, at_once: bool) -> mmap.mmap:
-    """The whole segment, shared; for the process that the unit has lent it to.
+def map_for_writing(address: UnitAddress, fd: int, number: int, serial: int) -> mmap.mmap:
+    """The whole segment, shared, with all its pages; for the process that the unit has lent it to.
 
     Args:
         address: the unit.
         fd, number, serial: the segment and its use.
-        at_once: map all pages now, which is cheaper than one by one if all of them are written next.
 
     Raises:
         SegmentGoneError: the segment is not the one that was lent, or the unit's memory is not visible from here.
@@ -156,7 +155,8 @@ def map_for_writing(address: UnitAddress, fd: int, number: int, serial: int, at_
     opened = _open(address, fd)
     try:
         _check(opened, address, serial, number)
-        return mmap.mmap(opened, 0, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0))
+        # All pages at once are cheaper than one by one at the first writing.
+        return mmap.mmap(opened, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except (OSError, ValueError) as error:
         raise SegmentGoneError(str(error)) from error
     finally:

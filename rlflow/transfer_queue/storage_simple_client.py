@@ -53,6 +53,7 @@ class SimpleStorageClient(StorageClient):
         self._node = ray.get_runtime_context().get_node_id()
         self._addresses: dict[int, tuple[UnitAddress, bool]] = {}
         self._lost: set[int] = set()
+        self._meeting = threading.Lock()
         self._tenant = Tenant()
         self._turn = itertools.count(int.from_bytes(os.urandom(2)))  # so that writers spread over the units
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="transfer-queue-copy")
@@ -72,9 +73,10 @@ class SimpleStorageClient(StorageClient):
         return all(unit < len(self._plain_ports) for unit, _, _ in blocks)
 
     def meet(self, endpoint: Mapping[str, Any]) -> None:
-        for number in range(len(self._plain_ports), len(endpoint["units"])):
-            handle = endpoint["units"][number]
-            self._plain_ports.append(RayPort(handle, f"TransferQueue storage unit {number}", self._timeout_s))
+        with self._meeting:  # threads that append what others have appended would shift the numbers
+            for number in range(len(self._plain_ports), len(endpoint["units"])):
+                handle = endpoint["units"][number]
+                self._plain_ports.append(RayPort(handle, f"TransferQueue storage unit {number}", self._timeout_s))
 
     async def _meet(self) -> None:
         """Ask each unit once who it is."""
@@ -82,8 +84,9 @@ class SimpleStorageClient(StorageClient):
             raise QueueUnavailableError(
                 f"this client belongs to process {self._pid}; a forked child must connect to Ray and the table itself"
             )
-        for port in self._plain_ports[len(self._ports) :]:  # of the blocking twin
-            self._ports.append(port.blocking())
+        if len(self._ports) < len(self._plain_ports):  # of the blocking twin
+            with self._meeting:
+                self._ports.extend([port.blocking() for port in self._plain_ports[len(self._ports) :]])
         if len(self._addresses.keys() | self._lost) >= len(self._ports):
             return
         strange = [unit for unit in range(len(self._ports)) if unit not in self._addresses and unit not in self._lost]
@@ -150,7 +153,13 @@ class SimpleStorageClient(StorageClient):
         tenant = self._tenant
         while (slot := tenant.take(block_id, draft.nbytes)) is None:
             request = tenant.request(draft.nbytes, self._ask)
-            lease = await self._answer(request)
+            try:
+                lease = await self._answer(request)
+            except Exception:
+                # Not for ever the same unit that does not answer.
+                if tenant.drop(request):
+                    self._return_unused(request)
+                raise
             if lease is None:
                 tenant.drop(request)
                 tenant.refuse(_PAUSE_S)

@@ -148,7 +148,9 @@ class Table(RowNumbers):
             self.check_room(keys, partition_id, head)
         if expect is not None:
             self._check_expected(keys, partition_id, expect)
-        partition = self._partitions.setdefault(partition_id, Partition(partition_id))
+        partition = self._partitions.get(partition_id)
+        if partition is None:
+            partition = self._partitions[partition_id] = Partition(partition_id)
         partition.listed = True
         rows, made = partition.find_or_make(keys, self.next_index)
         self._by_index.update(zip(count(self.next_index), made, strict=False))
@@ -165,7 +167,7 @@ class Table(RowNumbers):
             changed = self._place(partition, rows, changed, head)
         partition.log.add(changed)
         after = TagBatch([rows[i].names for i in differing], [rows[i].values for i in differing])
-        return PutReply(differing, pack_batch(after), sorted(common_fields(rows)))
+        return PutReply(differing, pack_batch(after) if differing else b"", sorted(common_fields(rows)))
 
     def _place(self, partition: Partition, rows: list[Row], changed: list[Row], head: BlockHead) -> list[Row]:
         """Commit a block; returns the rows that the put has changed."""

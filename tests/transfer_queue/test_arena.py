@@ -190,7 +190,7 @@ def test_no_two_living_blocks_share_memory(steps):
                 if lease is None:
                     continue
                 cursor = Cursor(lease)
-                mapping = map_for_writing(HERE, lease.fd, lease.number, lease.serial, at_once=False)
+                mapping = map_for_writing(HERE, lease.fd, lease.number, lease.serial)
             extent = cursor.take(nbytes)
             blocks.append(block_id)
             np.frombuffer(mapping, np.uint8, nbytes, extent[2])[:] = value

@@ -80,6 +80,24 @@ def test_what_never_fits_is_refused_at_once_and_says_who_holds_the_room(bounded)
     assert asyncio.run(tq.get_client().async_stats())["units"][0]["blocks"] == 1
 
 
+@pytest.mark.parametrize("room", ["its row is made by a tag", "an overwrite makes room"])
+def test_a_waiting_put_goes_on_when_another_put_lets_it(bounded, room):
+    bounded(total_storage_bytes=64)
+    tq.kv_batch_put(["a"], "train", rows(1, 8))
+
+    async def scenario() -> None:
+        waiting = asyncio.create_task(tq.async_kv_batch_put(["c"], "train", rows(1)))
+        await settle()
+        assert not waiting.done()
+        if room.startswith("its"):
+            await tq.async_kv_put("c", "train", tag={"status": "pending"})
+        else:
+            await tq.async_kv_batch_put(["a"], "train", rows(1, 1))
+        await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(scenario())
+
+
 def test_nobody_overtakes_a_waiting_put(bounded):
     bounded(total_storage_size=4)
     tq.kv_batch_put(list("abcd"), "train", rows(4))

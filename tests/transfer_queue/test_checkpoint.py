@@ -285,6 +285,19 @@ def test_a_save_that_was_killed_between_its_renames(local, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
+@pytest.mark.parametrize("suffix", ["", ".tmp", ".old"])
+def test_a_folder_of_something_else_is_never_replaced(local, tmp_path, suffix):
+    fill()
+    foreign = tmp_path / f"c{suffix}"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("all of it")
+    with pytest.raises(tq.TableCheckpointError, match="holds something else"):
+        tq.save_checkpoint(tmp_path / "c")
+    with pytest.raises(tq.IncompleteCheckpointError):
+        tq.load_checkpoint(tmp_path / "c")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.tex")] == [f"c{suffix}/thesis.tex"]
+
+
 def test_storage_is_saved_even_when_it_is_not_asked_for(local, tmp_path):
     fill()
     before = everything()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -198,3 +199,23 @@ def test_a_forked_child_is_told_to_connect_itself(table):
     os.close(receiver)
     os.close(sender)
     assert is_whole(put(1), 1)
+
+
+def test_threads_that_meet_new_units_at_once_keep_their_numbers(table):
+    table(num_data_storage_units=3, exact_unit_count=True)
+    put(0)
+    client = tq.get_client()._storage
+
+    class Slow(list):
+        def __getitem__(self, number):
+            time.sleep(0.01)
+            return super().__getitem__(number)
+
+    endpoint = {"units": Slow(port.handle for port in client._plain_ports), "idle_s": 60.0}
+    fresh = type(client)({"units": [], "idle_s": 60.0}, 5.0, "w")
+    threads = [threading.Thread(target=fresh.meet, args=(endpoint,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert [port.handle for port in fresh._plain_ports] == list(endpoint["units"])

@@ -16,6 +16,7 @@ from rlflow.transfer_queue.codec import (
     apply_parser,
     decode_batch,
     decode_column,
+    decode_rows,
     encode_batch,
     encode_column,
     encode_row,
@@ -192,6 +193,38 @@ def test_a_tensor_on_the_autograd_tape_is_stored_by_value():
     assert decode_column(column, {}).values().tolist() == [2, 2, 2, 2]
 
 
+def test_conjugated_and_negated_views_are_stored_by_value():
+    values = torch.tensor([[1 + 2j, 3 - 4j]])
+    for view in (values.conj(), values.conj().imag, torch._neg_view(values.real)):
+        assert torch.equal(decode_column(encode_column("x", view, 1), {}).values(), view.reshape(-1))
+        (inside,) = decode_rows(encode_column("x", [{"t": view}], 1))
+        assert torch.equal(inside["t"], view)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.zeros(2, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    ],
+    ids=["sparse", "meta", "quantized"],
+)
+def test_tensors_whose_bytes_are_not_their_values_are_refused(make):
+    tensor = make()
+    with pytest.raises(QueueTypeError, match="field 'x'"):
+        encode_batch(TensorDict({"x": tensor}, batch_size=[2]), 2)
+    with pytest.raises(QueueTypeError, match="field 'x'"):
+        encode_row({"x": {"inside": tensor}})
+
+
+@pytest.mark.parametrize("name", [1, ("a", "b"), "\ud800"])
+def test_a_field_has_a_name_that_can_be_written(name):
+    with pytest.raises(QueueTypeError, match="a field is named"):
+        encode_row({"x": torch.ones(1), name: torch.ones(1)})
+
+
 def test_wrong_sizes_and_kinds_are_refused():
     with pytest.raises(QueueArgumentError, match="3 keys"):
         encode_batch(TensorDict({"x": torch.zeros(2)}, batch_size=[2]), 3)
@@ -209,3 +242,9 @@ def test_a_parser_must_keep_fields_and_rows():
         apply_parser(columns, lambda fields: {"x": fields["x"]})
     with pytest.raises(QueueArgumentError, match="1 rows of the 2 of field 'y'"):
         apply_parser(columns, lambda fields: {"x": fields["x"], "y": ["a"]})
+    with pytest.raises(QueueArgumentError, match="NoneType"):
+        apply_parser(columns, lambda fields: None)
+    with pytest.raises(QueueArgumentError, match="several dtypes of field 'x'"):
+        apply_parser(columns, lambda fields: {**fields, "x": [torch.ones(3), torch.ones(3, dtype=torch.int64)]})
+    other_ranks = apply_parser(columns, lambda fields: {**fields, "x": [torch.ones(2), torch.zeros(2, 2)]})
+    assert [row.tolist() for row in decode_rows(other_ranks["x"])] == [[1, 1], [[0, 0], [0, 0]]]

@@ -98,9 +98,9 @@ def test_a_given_up_writer_may_not_commit_any_more():
     assert table.abandon("w") == ["w:1"]
 
 
-def make_controller(units: int = 2, **simple: int) -> TransferQueueController:
+def make_controller(**simple: int) -> TransferQueueController:
     config = merge_config({"backend": {"storage_backend": "Local", "SimpleStorage": simple}})
-    return TransferQueueController(config, [None] * units)
+    return TransferQueueController(config, [None])
 
 
 def test_waiters_and_watchers_see_the_loss():

@@ -93,9 +93,9 @@ def test_what_is_no_segment_of_the_unit_is_recognised_at_once(segment, tmp_path)
         with pytest.raises(SegmentGoneError):
             map_for_reading(address, segment.fd, 5)
         with pytest.raises(SegmentGoneError):
-            map_for_writing(address, segment.fd, 1, 5, at_once=True)
+            map_for_writing(address, segment.fd, 1, 5)
     with pytest.raises(SegmentGoneError):
-        map_for_writing(HERE, segment.fd, 2, 5, at_once=True)
+        map_for_writing(HERE, segment.fd, 2, 5)
     os.close(reader)
     os.close(writer)
 
@@ -103,7 +103,7 @@ def test_what_is_no_segment_of_the_unit_is_recognised_at_once(segment, tmp_path)
 def test_memory_is_given_back_although_a_writer_has_it_mapped():
     segment = Segment(NONCE, 1, 1 << 20)
     segment.start(1)
-    mapping = map_for_writing(HERE, segment.fd, 1, 1, at_once=True)
+    mapping = map_for_writing(HERE, segment.fd, 1, 1)
     seen = os.dup(segment.fd)
     assert os.fstat(seen).st_blocks * 512 >= 1 << 20  # reserved before it was touched
     segment.close()
@@ -128,7 +128,7 @@ def test_views_outlive_the_unit_and_nothing_else_does():
     assert owner.stdout is not None
     fd = int(owner.stdout.readline())
     address = HERE._replace(pid=owner.pid)
-    mapping = map_for_writing(address, fd, 1, 3, at_once=False)
+    mapping = map_for_writing(address, fd, 1, 3)
     mapping[HEADER_BYTES] = 4
     view = map_for_reading(address, fd, 3)
     owner.send_signal(signal.SIGKILL)
