@@ -31,12 +31,13 @@ Modules, by what they are for
     what callers use: `api` (kv calls, checkpoints), `waiting` (watch, wait), `predicate`, `errors`, `settings`
         (config); `meta` and `batch_meta` with `schema` (batches by key and by row number); `samplers`
     a process's side: `runtime` (connecting), `calls` (running an operation), `client` (put, get) and its `low_level`
-        part, `arguments` (checks), `ports` (calls with deadlines), `wire` and `tags` (messages), `lineage`
+        part, `arguments` (checks), `ports` (calls with deadlines), `lane` (the short way to a controller on the
+        same node), `wire` and `tags` (messages), `lineage`
     bytes: `column`, `block` (layout), `codec` (tensors), `objects` (anything else)
     storage: `storage` (interface), `storage_unit`, `storage_local`, `storage_simple` and `storage_simple_client`;
         shared memory in `segment`, `arena` (the unit's side), `lease` (the writer's) and `reading`
-    controller: `controller`, `controller_rows` (row numbers), `commit` (what a put sends), `capacity` (who waits for
-        room), `signals`, `matches`, `fetch`
+    controller: `controller`, `controller_rows` (row numbers), `lane_server` (its socket), `commit` (what a put
+        sends), `capacity` (who waits for room), `signals`, `matches`, `fetch`
     its bookkeeping: `table`, `table_rows`, `partition`, `rows`, `fields`, `locate`, `changes`
     checkpoints: `snapshot` (metadata), `checkpoint` (files)
     metrics: `meter`, `exporter`

@@ -30,6 +30,7 @@ from rlflow.transfer_queue.capacity import Bounds, RoomQueue
 from rlflow.transfer_queue.controller_rows import RowCalls
 from rlflow.transfer_queue.errors import QueueUnavailableError, TableCheckpointError
 from rlflow.transfer_queue.fetch import Fetches
+from rlflow.transfer_queue.lane_server import LaneServer
 from rlflow.transfer_queue.matches import Matches
 from rlflow.transfer_queue.predicate import Predicate
 from rlflow.transfer_queue.rows import tagged, writer_of
@@ -93,6 +94,7 @@ class TransferQueueController(RowCalls):
         self._data_signals: dict[str, Signal] = {}
         self._checkpointing = asyncio.Lock()
         self._held_back: dict[int, list[str]] | None = None  # blocks to free once a checkpoint has them
+        self._lane = None if backend == "Local" else LaneServer(self)
         if backend != "Local":
             # A table of a million rows is millions of objects without a cycle; looking through them takes the garbage
             # collector a second, in which nobody would be answered.
@@ -101,7 +103,8 @@ class TransferQueueController(RowCalls):
     async def session(self) -> dict[str, Any]:
         """What a client needs to take part."""
         self._host.watch_units(self._lose_unit, self.abandon)
-        return {"config": self._config, "endpoint": self._host.endpoint}
+        lane = None if self._lane is None else await self._lane.open()
+        return {"config": self._config, "endpoint": self._host.endpoint, "lane": lane}
 
     async def stats(self) -> dict[str, Any]:
         """Rows by partition, and blocks and bytes by storage unit."""

@@ -26,6 +26,7 @@ from rlflow.transfer_queue.errors import (
     QueueNotInitializedError,
     QueueUnavailableError,
 )
+from rlflow.transfer_queue.lane import controller_port
 from rlflow.transfer_queue.ports import LocalPort, Port, RayPort, drive
 from rlflow.transfer_queue.settings import default_namespace, merge_config, place_units, shown_config
 from rlflow.transfer_queue.storage import storage_backend
@@ -288,7 +289,7 @@ def _connect(port: Port, strict: bool | None, owner: bool, namespace: str) -> Tr
     config = session["config"]
     make_storage = storage_backend(config["backend"]["storage_backend"])[1]
     if isinstance(port, RayPort):
-        port = RayPort(port.handle, _controller_title(namespace), config["rpc_timeout_s"])
+        port = controller_port(port.handle, _controller_title(namespace), config["rpc_timeout_s"], session["lane"])
     name = uuid.uuid4().hex[:16]
     storage = make_storage(session["endpoint"], config["rpc_timeout_s"], name)
     client = TransferQueueClient(port, storage, config, config["strict"] if strict is None else strict, name)

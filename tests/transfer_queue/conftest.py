@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import rlflow.transfer_queue as tq
+from rlflow.transfer_queue.lane import Lane
+from rlflow.transfer_queue.ports import RayPort
 from rlflow.utils.ray_utils import ray_get
 
 _numbers = itertools.count()
@@ -61,6 +63,27 @@ def compat(table: None) -> Iterator[None]:
     tq.init(strict=False)
     yield
     tq.init()
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The messages sent by this process, through Ray or over the controller's socket."""
+    sent: list[str] = []
+    start, begin = RayPort.start, Lane.begin
+
+    def recording(self: RayPort, method: str, *args: Any) -> Any:
+        sent.append(method)
+        return start(self, method, *args)
+
+    def recording_lane(self: Lane, method: str, *args: Any) -> Any:
+        connection = begin(self, method, *args)
+        if connection is not None:
+            sent.append(method)
+        return connection
+
+    monkeypatch.setattr(RayPort, "start", recording)
+    monkeypatch.setattr(Lane, "begin", recording_lane)
+    return sent
 
 
 class Process:

@@ -14,7 +14,6 @@ import torch
 from tensordict import TensorDict
 
 import rlflow.transfer_queue as tq
-from rlflow.transfer_queue.ports import RayPort
 
 MB = 1 << 20
 
@@ -29,20 +28,6 @@ def table(ray_cluster: None) -> Iterator[Callable[..., None]]:
 
     yield make
     tq.close()
-
-
-@pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The messages sent by this process."""
-    sent: list[str] = []
-    start = RayPort.start
-
-    def recording(self: RayPort, method: str, *args: Any) -> Any:
-        sent.append(method)
-        return start(self, method, *args)
-
-    monkeypatch.setattr(RayPort, "start", recording)
-    return sent
 
 
 def batch(number: int, rows: int = 8, width: int = 1000) -> TensorDict:

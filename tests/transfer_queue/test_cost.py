@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch
 from tensordict import TensorDict
 
 import rlflow.transfer_queue as tq
-from rlflow.transfer_queue.ports import RayPort
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The messages sent."""
-    made: list[str] = []
-    start = RayPort.start
-
-    def recording(self, method, *args):
-        made.append(method)
-        return start(self, method, *args)
-
-    monkeypatch.setattr(RayPort, "start", recording)
-    return made
-
-
-def test_remote_calls_of_each_operation(ray_table, calls):
+def test_remote_calls_of_each_operation(ray_table, messages):
     data = TensorDict({f"f{i}": torch.ones(64, 10) for i in range(12)}, batch_size=[64])
     keys = [f"k{i}" for i in range(64)]
 
     def made_by(function, *args, **kwargs):
-        calls.clear()
+        messages.clear()
         function(*args, **kwargs)
-        return list(calls)
+        return list(messages)
 
     tag = {"status": "success"}
     tq.kv_batch_put(keys, "train", fields=data)  # meets the units, and borrows memory
