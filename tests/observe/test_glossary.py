@@ -25,7 +25,7 @@ NOT_YET = {
 # Families of parts that this version is without.
 NOT_HERE = ("gdpo/", "remax/", "rollout_corr/", "training/filter_groups/")
 # Strings of the code that look like metrics and are something else.
-OTHER_STRINGS = {"actor/", "critic/"}
+OTHER_STRINGS = {"actor/", "critic/", "actor/ref"}
 
 
 @cache
