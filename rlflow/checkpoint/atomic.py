@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlflow.checkpoint.manifest import MANIFEST, write_manifest
+from rlflow.utils.disk import fsync_path
 from rlflow.utils.errors import CheckpointError
 
 WORK_SUFFIX = ".tmp"
@@ -161,12 +162,3 @@ def fsync_tree(folder: Path) -> None:
         for name in files:
             fsync_path(Path(directory) / name)
         fsync_path(Path(directory))
-
-
-def fsync_path(path: Path) -> None:
-    """`fsync` of one file or folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -39,6 +39,7 @@ from rlflow.transfer_queue.objects import pack, unpack
 from rlflow.transfer_queue.rows import Block
 from rlflow.transfer_queue.snapshot import Home, Snapshot, State, encode
 from rlflow.transfer_queue.storage import StorageHost
+from rlflow.utils.disk import fsync_path
 from rlflow.utils.errors import CheckpointError
 
 FORMAT = 1
@@ -142,23 +143,13 @@ def _write_metadata(work: Path, snapshot: Snapshot, places: list[list[Any]], sam
         "state": {"nbytes": len(data), "crc32": zlib.crc32(data)},
     }
     _write(work / METADATA, json.dumps(metadata, indent=1).encode())
-    _sync(work / STORAGE)
-    _sync(work)
+    fsync_path(work / STORAGE)
+    fsync_path(work)
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    path.write_bytes(data)
+    fsync_path(path)
 
 
 def _replace(work: Path, final: Path) -> None:
@@ -167,7 +158,7 @@ def _replace(work: Path, final: Path) -> None:
     if final.exists():
         os.rename(final, old)
     os.rename(work, final)
-    _sync(final.parent)
+    fsync_path(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -34,6 +34,7 @@ from rlflow.transfer_queue.lane_server import (
 )
 from rlflow.transfer_queue.ports import RayPort
 from rlflow.utils.errors import DeadlineError
+from rlflow.utils.ray_utils import no_answer
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ class LanePort(RayPort):
             try:
                 connection = self._lane.begin(method, args, self._timeout_s)
             except TimeoutError as error:
-                raise self._too_late(method, self._timeout_s) from error
+                raise no_answer(f"{method} of the {self._name}", self._timeout_s) from error
             if connection is not None:
                 return connection
         return super().start(method, *args)
@@ -171,7 +172,7 @@ class LanePort(RayPort):
         try:
             status, data = started.answer(time.monotonic() + timeout_s)
         except TimeoutError as error:
-            raise self._too_late(method, timeout_s) from error
+            raise no_answer(f"{method} of the {self._name}", timeout_s) from error
         except _Closed as error:
             await self._check_alive(method)
             raise QueueUnavailableError(
@@ -182,12 +183,6 @@ class LanePort(RayPort):
         if status == ERROR:
             raise unpack_error(data)
         return data
-
-    def _too_late(self, method: str, timeout_s: float) -> DeadlineError:
-        return DeadlineError(
-            f"Waited {timeout_s:.0f} s for {method} of the {self._name} and got no answer. The process may be hung or "
-            "overloaded; see its log under the Ray session directory, or raise the deadline that belongs to this call."
-        )
 
     async def _check_alive(self, method: str) -> None:
         """Ask Ray. Raises QueueUnavailableError when the controller has ended, and then the port is `gone`."""

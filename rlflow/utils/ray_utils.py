@@ -17,6 +17,14 @@ from rlflow.utils.errors import DeadlineError, RlflowError
 DEFAULT_TIMEOUT_S = 600.0
 
 
+def no_answer(what: str, timeout_s: float) -> DeadlineError:
+    """The error to raise when a process let a deadline pass."""
+    return DeadlineError(
+        f"Waited {timeout_s:.0f} s for {what} and got no answer. The process may be hung or overloaded; "
+        "see its log under the Ray session directory, or raise the deadline that belongs to this call."
+    )
+
+
 def ray_get(refs: Any, *, what: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> Any:
     """Fetch one object ref or a list of them.
 
@@ -35,10 +43,7 @@ def ray_get(refs: Any, *, what: str, timeout_s: float | None = DEFAULT_TIMEOUT_S
     try:
         return ray.get(refs, timeout=timeout_s)
     except GetTimeoutError as error:
-        raise DeadlineError(
-            f"Waited {timeout_s:.0f} s for {what} and got no answer. The process may be hung or overloaded; "
-            "see its log under the Ray session directory, or raise the deadline that belongs to this call."
-        ) from error
+        raise no_answer(what, timeout_s or 0.0) from error
 
 
 async def ray_await(ref: Awaitable[Any], *, what: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> Any:
