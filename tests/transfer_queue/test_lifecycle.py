@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import ray
 import torch
@@ -175,11 +176,12 @@ def test_a_dead_storage_unit_is_named(ray_cluster):
     tq.init({"backend": {"SimpleStorage": {"replacement_units": 0}}})
     tq.kv_put("a", "train", {"x": torch.ones(1)})
     for port in tq.get_client()._storage._ports:
-        ray.kill(port.handle)
-        # A killed actor may still answer for a moment.
+        # Its socket answers as long as the process lives, and `ray.kill` does not wait for its end.
+        process = psutil.Process(get(port.handle.__ray_call__.remote(lambda unit: os.getpid())))
+        process.kill()
+        process.wait(20)
         with pytest.raises(ray.exceptions.RayActorError):
-            for _ in range(1000):
-                get(port.handle.stats.remote())
+            get(port.handle.stats.remote())
     with pytest.raises(tq.StorageUnitLostError, match="storage unit"):
         tq.kv_batch_get("a", "train")
     with pytest.raises(tq.QueueUnavailableError, match="storage units"):

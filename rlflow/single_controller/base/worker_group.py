@@ -219,6 +219,8 @@ class WorkerGroup:
         only_zero = get_predefined_execute_fn(attributes["execute_mode"])["execute_fn_name"] == "execute_rank_zero"
         if only_zero and isinstance(mode, Dispatch) and mode.name in ("ALL_TO_ALL", "RANK_ZERO"):
             functions = get_predefined_dispatch_fn(Dispatch.ONE_TO_ALL)  # one receiver: nothing to spread
+        if attributes["mesh"] is not None and attributes["reads"] is None:
+            args, kwargs = _name_fields(args, kwargs)
         plan = as_plan(functions["dispatch_fn"](self, *args, **kwargs), self.world_size)
         ranks: Sequence[int] = [0] if only_zero else range(self.world_size)
         refs = self._start(method, plan, ranks)
@@ -246,6 +248,24 @@ class WorkerGroup:
             setattr(self, name, (func_generator or bound_method)(self, name, attributes))
             names.append(name)
         return names
+
+
+def _name_fields(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Metas that name no fields get the fields that all their rows share now.
+
+    Without it each rank would look for itself, and one that comes late would also find what its peer has written.
+    """
+
+    def name(value: Any) -> Any:
+        if not protocol.is_kv_meta(value) or value.fields is not None or not (len(value) and value.partition_id):
+            return value
+        import rlflow.transfer_queue as tq  # only groups whose rows lie in the queue need it
+
+        fields = tq.kv_lineage(value.keys, value.partition_id).values()
+        shared = sorted(set.intersection(*(set(of_row) for of_row in fields)))
+        return type(value)(value.keys, value.tags, value.partition_id, shared, value.extra_info)
+
+    return tuple(name(arg) for arg in args), {key: name(value) for key, value in kwargs.items()}
 
 
 def bound_method(group: WorkerGroup, name: str, attributes: dict[str, Any]) -> Any:
