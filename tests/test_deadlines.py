@@ -19,8 +19,7 @@ PACKAGE = Path(rlflow.__file__).parent
 # file::function -> why this wait may be without a deadline of its own.
 ALLOWED = {
     "agent_loop/session.py::within_deadline": "the task is done",
-    "checkpoint/background.py::CheckpointWriter.wait": "one save; the trainer's call has call_timeout_s",
-    "checkpoint/background.py::CheckpointWriter.write": "as above",
+    "checkpoint/background.py::CheckpointWriter.write": "the writer was made with a limit",
     "observe/tracking/guard.py::Background._work": "its own thread, waiting for work; who waits for it has a limit",
     "reward_loop/child.py::Channel.start_guard": "the guard lives until its worker's pipe closes; that is its purpose",
     "reward_loop/child.py::serve_async": "waits for the worker's next request or for the end of its pipe",

@@ -35,10 +35,11 @@ class CheckpointWriter:
 
     Args:
         in_background: `write` returns when the files' contents are copied.
+        timeout_s: how long a save may wait for the end of the one before.
     """
 
-    def __init__(self, *, in_background: bool) -> None:
-        self._in_background = in_background
+    def __init__(self, *, in_background: bool, timeout_s: float = 600.0) -> None:
+        self._in_background, self._timeout_s = in_background, timeout_s
         self._thread: threading.Thread | None = None
 
     def write(self, files: Iterable[PendingFile], folder: Path, rank: int) -> Path | None:
@@ -72,9 +73,14 @@ class CheckpointWriter:
         return written
 
     def wait(self) -> None:
-        """Until the save before, if there is one, is over."""
+        """Until the save before, if there is one, is over; `CheckpointError` when that takes too long."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(self._timeout_s)
+            if self._thread.is_alive():
+                raise CheckpointError(
+                    f"the save before is still being written after {self._timeout_s:.0f} s "
+                    "(actor_rollout_ref.nccl_timeout). The disk is too slow, or it hangs: save less often, or elsewhere"
+                )
             self._thread = None
 
 

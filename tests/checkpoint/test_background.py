@@ -64,6 +64,14 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path, gate: threading.Event) 
     assert second.exists()
 
 
+def test_a_save_that_does_not_end_is_said(tmp_path: Path, gate: threading.Event) -> None:
+    writer = CheckpointWriter(in_background=True, timeout_s=0.05)
+    writer.write(files(tmp_path / "1", torch.zeros(2)), tmp_path / "1", 0)
+    with pytest.raises(CheckpointError, match="still being written"):
+        writer.wait()
+    gate.set()
+
+
 def test_a_rank_that_could_not_write_is_named_and_nothing_looks_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ def ensure_process_group(context: WorkerContext | None = None) -> None:
     if context is None and all(os.environ.get(name) for name in _RENDEZVOUS):
         context = WorkerContext.from_env()
     if context is None or context.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_collective_timeout())
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=collective_timeout())
         return
     method = os.environ.get("DIST_INIT_METHOD") or f"tcp://{context.master_addr}:{context.master_port}"
     dist.init_process_group(
@@ -51,10 +51,10 @@ def ensure_process_group(context: WorkerContext | None = None) -> None:
         init_method=method,
         rank=context.rank,
         world_size=context.world_size,
-        timeout=_collective_timeout(),
+        timeout=collective_timeout(),
     )
 
 
-def _collective_timeout() -> timedelta:
+def collective_timeout() -> timedelta:
     """How long a rank waits for its peers; the worker group says it (`actor_rollout_ref.nccl_timeout`)."""
     return timedelta(seconds=float(os.environ.get(COLLECTIVE_TIMEOUT_ENV) or COLLECTIVE_TIMEOUT_S))

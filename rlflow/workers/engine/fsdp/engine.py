@@ -70,7 +70,7 @@ from rlflow.workers.engine.fsdp.sharding import offloads_by_policy, reshard
 from rlflow.workers.engine.fsdp.ulysses import check_heads, gather_predictions, split_sequence
 from rlflow.workers.engine.fsdp.value_model import ValueModel, load_value_config, load_value_model
 from rlflow.workers.engine.options import batch_defaults
-from rlflow.workers.engine.process import ensure_process_group
+from rlflow.workers.engine.process import collective_timeout, ensure_process_group
 from rlflow.workers.engine.registry import EngineRegistry
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,10 @@ class FSDPEngine(BaseEngine):
         self.module: PackedModel
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
-        self._writer = CheckpointWriter(in_background=bool((checkpoint_config or {}).get("async_save")))
+        self._writer = CheckpointWriter(
+            in_background=bool((checkpoint_config or {}).get("async_save")),
+            timeout_s=collective_timeout().total_seconds(),
+        )
 
     # ---- what a subclass says ------------------------------------------------------------------------------------
 
