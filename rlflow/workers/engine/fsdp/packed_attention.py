@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class Bucket:
     """Rows of similar length, padded: S rows of `q_len` queries and `kv_len` keys.
 
     `mask` bool [S, 1, q_len, kv_len] says which keys a query sees; None: queries and keys are the same tokens, causal.
+    `prefixes`: (first row, behind the last, start, stop) of rows that share the prefix [start, stop).
     """
 
     size: int
@@ -63,8 +65,9 @@ class Bucket:
     q_index: Tensor
     kv_index: Tensor
     q_inverse: Tensor
-    kv_inverse: Tensor | None
+    kv_inverse: Tensor
     mask: Tensor | None
+    prefixes: tuple[tuple[int, int, int, int], ...] = ()
     windowed: dict[int, Tensor] = field(default_factory=dict, compare=False)
 
     def mask_within(self, window: int | None) -> Tensor | None:
@@ -153,6 +156,8 @@ def _group_rows(rows: Sequence[Row]) -> list[list[Row]]:
 
 def _make_bucket(rows: list[Row], total: int) -> tuple[Bucket, Tensor, Tensor]:
     """The bucket of `rows`; the packed positions of its queries and their slots in the padded query batch."""
+    if rows[0].prefix is not None:  # those of one prefix side by side
+        rows = sorted(rows, key=lambda row: (row.prefix, row.start))
     q_len, kv_len = max(row.length for row in rows), max(_kv_length(row) for row in rows)
     lengths = torch.tensor([row.length for row in rows]).unsqueeze(1)
     starts = torch.tensor([row.start for row in rows]).unsqueeze(1)
@@ -171,46 +176,60 @@ def _make_bucket(rows: list[Row], total: int) -> tuple[Bucket, Tensor, Tensor]:
     kv_range = torch.arange(kv_len).unsqueeze(0)
     own = kv_range - prefix_len
     kv_index = torch.where(own < 0, prefix_start + kv_range, torch.where(own < lengths, starts + own, 0))
-    mask = kv_range.unsqueeze(1) <= (prefix_len + q_range).unsqueeze(2)
-    bucket = Bucket(
-        len(rows), q_len, kv_len, q_index.flatten(), kv_index.flatten(), inverse, None, mask.unsqueeze(1).contiguous()
-    )
-    return bucket, tokens, slots
+    kv_valid = (own >= 0) & (own < lengths)
+    kv_inverse = torch.full((total,), -1, dtype=torch.int64)
+    kv_inverse[kv_index[kv_valid]] = kv_valid.flatten().nonzero().flatten()
+    mask = (kv_range.unsqueeze(1) <= (prefix_len + q_range).unsqueeze(2)).unsqueeze(1).contiguous()
+    indices = q_index.flatten(), kv_index.flatten(), inverse, kv_inverse
+    return Bucket(len(rows), q_len, kv_len, *indices, mask, _runs(rows)), tokens, slots
+
+
+def _runs(rows: Sequence[Row]) -> tuple[tuple[int, int, int, int], ...]:
+    """Rows of one prefix, which stand side by side: see `Bucket.prefixes`."""
+    runs, first = [], 0
+    for prefix, members in groupby(rows, key=lambda row: row.prefix):
+        assert prefix is not None
+        last = first + sum(1 for _ in members)
+        runs.append((first, last, *prefix))
+        first = last
+    return tuple(runs)
 
 
 def _bucket_to(bucket: Bucket, device: torch.device | str) -> Bucket:
-    def move(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device)
-
     q_index, q_inverse = bucket.q_index.to(device), bucket.q_inverse.to(device)
     kv_index = q_index if bucket.kv_index is bucket.q_index else bucket.kv_index.to(device)
-    kv_inverse = q_inverse if bucket.kv_inverse is bucket.q_inverse else move(bucket.kv_inverse)
-    return Bucket(bucket.size, bucket.q_len, bucket.kv_len, q_index, kv_index, q_inverse, kv_inverse, move(bucket.mask))
+    kv_inverse = q_inverse if bucket.kv_inverse is bucket.q_inverse else bucket.kv_inverse.to(device)
+    mask = None if bucket.mask is None else bucket.mask.to(device)
+    indices = q_index, kv_index, q_inverse, kv_inverse
+    return Bucket(bucket.size, bucket.q_len, bucket.kv_len, *indices, mask, bucket.prefixes)
 
 
 class _Gather(torch.autograd.Function):
-    """Rows `index` of x [T, ...] -> [M, ...].
+    """Rows `index` of x [T, ...] -> [S * length, ...], S rows of `length` slots.
 
-    `inverse` [T] is the slot of each token that occurs once (-1: in no slot): the gradient is then a gather too.
-    Padding slots carry no gradient by construction, so that dropping theirs is exact. Without `inverse` a token may
-    fill several slots and gradients are summed.
+    The gradient is a gather too, and a sum over rows for shared prefixes: `inverse` [T] is the slot of each token that
+    fills one (-1: none, or several as part of a prefix), `prefixes` are those of the bucket. Padding slots carry no
+    gradient by construction, so that dropping theirs is exact.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor:
-        ctx.save_for_backward(index, inverse)
-        ctx.rows = x.shape[0]
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, length: int, prefixes: Sequence[tuple[int, int, int, int]]
+    ) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.length, ctx.prefixes = length, prefixes
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        index, inverse = ctx.saved_tensors
-        if inverse is None:
-            summed = torch.zeros(ctx.rows, *grad.shape[1:], dtype=torch.float32, device=grad.device)
-            return summed.index_add_(0, index, grad.float()).to(grad.dtype), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
         out = grad.index_select(0, inverse.clamp(min=0))
         out[inverse < 0] = 0
-        return out, None, None
+        rows = grad.reshape(-1, ctx.length, *grad.shape[1:])
+        for first, last, start, stop in ctx.prefixes:
+            summed = rows[first:last, : stop - start].sum(0, dtype=torch.float32)
+            out[start:stop] += summed.to(grad.dtype)
+        return out, None, None, None, None
 
 
 class _GatherOut(torch.autograd.Function):
@@ -316,14 +335,14 @@ class _Scores:
 def _attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, scores: _Scores, window: int | None) -> Tensor:
     """Attention of one bucket: packed [T, heads, d] in, padded [S * q_len, heads, d] out."""
 
-    def padded(x: Tensor, index: Tensor, inverse: Tensor | None, length: int) -> Tensor:
-        rows = _Gather.apply(x, index, inverse)
+    def padded(x: Tensor, index: Tensor, inverse: Tensor, length: int, *prefixes: tuple[int, int, int, int]) -> Tensor:
+        rows = _Gather.apply(x, index, inverse, length, prefixes)
         return rows.view(bucket.size, length, *x.shape[1:]).transpose(1, 2)
 
     out = scores.attend(
         padded(q, bucket.q_index, bucket.q_inverse, bucket.q_len),
-        padded(k, bucket.kv_index, bucket.kv_inverse, bucket.kv_len),
-        padded(v, bucket.kv_index, bucket.kv_inverse, bucket.kv_len),
+        padded(k, bucket.kv_index, bucket.kv_inverse, bucket.kv_len, *bucket.prefixes),
+        padded(v, bucket.kv_index, bucket.kv_inverse, bucket.kv_len, *bucket.prefixes),
         bucket.mask_within(window),
     )
     return out.transpose(1, 2).reshape(bucket.size * bucket.q_len, *q.shape[1:])
