@@ -76,10 +76,18 @@ def build_engine(model: str, lr: float, *, recompute: bool = False) -> Any:
 
 
 def with_options(batch: Any, micro_batch: int, way: str) -> Any:
-    """A copy of the batch that asks for one way."""
+    """A copy of the batch that asks for one way, in micro-batches of so many rows."""
     from rlflow.utils import tensordict_utils as tu
 
     options = WAYS[way] | {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": micro_batch}
+    return tu.assign_non_tensor_whole(batch.copy(), options)
+
+
+def with_budget(batch: Any, tokens: int, way: str) -> Any:
+    """A copy of the batch that asks for one way, in micro-batches of at most so many computed tokens."""
+    from rlflow.utils import tensordict_utils as tu
+
+    options = WAYS[way] | {"use_dynamic_bsz": True, "max_token_len_per_gpu": tokens}
     return tu.assign_non_tensor_whole(batch.copy(), options)
 
 
@@ -151,14 +159,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     bare = BareLoop(str(args.model), args.lr, equal, args.micro_batch)
     bare.remember()
 
-    def ours(batch: str, way: str) -> float:
-        outputs = engine.train_batch(with_options(batches[batch], args.micro_batch, way), loss)
-        return float(outputs["metrics"]["grad_norm"])
+    budget = args.micro_batch * max(len(row["prompt"]) + len(row["response"]) for row in varied)
+
+    def ours(batch: Any) -> float:
+        return float(engine.train_batch(batch, loss)["metrics"]["grad_norm"])
 
     steps = {
-        "equal": partial(ours, "equal", "packed"),
+        "equal": partial(ours, with_options(batches["equal"], args.micro_batch, "packed")),
         "bare": bare.step,
-        **{way: partial(ours, "varied", way) for way in WAYS},
+        **{way: partial(ours, with_budget(batches["varied"], budget, way)) for way in WAYS},
     }
     norms, seconds = {}, {name: [] for name in steps}
     with engine.train_mode():
