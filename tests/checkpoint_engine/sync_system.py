@@ -21,7 +21,7 @@ GREEDY = {"temperature": 0.0, "logprobs": True, "max_tokens": 6, "ignore_eos": T
 class SyncSystem:
     """`workers` FeedWorkers and as many replicas: hybrid ones with `naive`, else on their own.
 
-    Every deadline is `deadline_s`.
+    `deadline_s` bounds what may hang in these tests, pause and transfer; starting processes has its usual time.
     """
 
     def __init__(self, path: str, *, workers: int = 2, deadline_s: float = 20.0, **engine: Any) -> None:
@@ -34,7 +34,7 @@ class SyncSystem:
         self.node = self.config.actor_rollout_ref.rollout
         for name, value in engine.items():
             self.node.checkpoint_engine[name] = value
-        for phase in ("pause", "prepare", "transfer", "verify", "commit", "resume"):
+        for phase in ("pause", "transfer"):
             self.node.checkpoint_engine[f"{phase}_timeout_s"] = deadline_s
         cls = RayClassWithInitArgs(ray.remote(rollout_worker.FeedWorker), path, self.node)
         self.workers = RayWorkerGroup(RayResourcePool([workers], use_gpu=False), cls, device_name="cpu")
