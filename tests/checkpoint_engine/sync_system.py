@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class SyncSystem:
             self.node.checkpoint_engine[f"{phase}_timeout_s"] = deadline_s
         cls = RayClassWithInitArgs(ray.remote(rollout_worker.FeedWorker), path, self.node)
         self.workers = RayWorkerGroup(RayResourcePool([workers], use_gpu=False), cls, device_name="cpu")
-        self.replicas = [self._replica(rank) for rank in range(workers)]
+        self.replicas = asyncio.run(self._start(range(workers)))
         if self.hybrid:
             self.workers.bind_rollout([replica.server_handle for replica in self.replicas])
         self.sync = CheckpointEngineManager(self.node.checkpoint_engine, self.workers, self.replicas)
@@ -47,18 +48,19 @@ class SyncSystem:
     def hybrid(self) -> bool:
         return self.node.checkpoint_engine.backend == "naive"
 
-    def _replica(self, rank: int) -> HFReplica:
-        replica = HFReplica(rank, self.node, self.config.actor_rollout_ref.model, gpus_per_node=1)
-        start = replica.init_hybrid(self.workers) if self.hybrid else replica.init_standalone()
-        asyncio.run(start)
-        return replica
+    async def _start(self, ranks: Iterable[int]) -> list[HFReplica]:
+        model = self.config.actor_rollout_ref.model
+        replicas = [HFReplica(rank, self.node, model, gpus_per_node=1) for rank in ranks]
+        starts = [r.init_hybrid(self.workers) if self.hybrid else r.init_standalone() for r in replicas]
+        await asyncio.gather(*starts)
+        return replicas
 
     def restart(self, rank: int) -> HFReplica:
         """A new server in the place of a dead one, as a supervisor would do it."""
         old = self.replicas[rank]
         self.sync.remove_replicas([old])
         asyncio.run(old.shutdown())
-        self.replicas[rank] = self._replica(rank)
+        self.replicas[rank] = asyncio.run(self._start([rank]))[0]
         if self.hybrid:
             self.workers.bind_rollout([replica.server_handle for replica in self.replicas])
         self.sync.add_replicas([self.replicas[rank]])
