@@ -71,7 +71,7 @@ class VLLMServer:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._args), enable_log_requests=False)
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._args))
 
     async def ready(self) -> dict[str, Any]:
         """Answers once the engine is up; what it is.
