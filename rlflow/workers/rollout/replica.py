@@ -235,6 +235,12 @@ def _load_hf() -> type[RolloutReplica]:
     return HFReplica
 
 
+def _load_vllm() -> type[RolloutReplica]:
+    from rlflow.workers.rollout.vllm.replica import VLLMReplica
+
+    return VLLMReplica
+
+
 def _absent(name: str) -> Callable[[], type[RolloutReplica]]:
     def refuse() -> type[RolloutReplica]:
         raise ConfigError(
@@ -247,5 +253,6 @@ def _absent(name: str) -> Callable[[], type[RolloutReplica]]:
 
 
 RolloutReplicaRegistry.register("hf", _load_hf)
-for _name in ("vllm", "sglang", "trtllm"):
+RolloutReplicaRegistry.register("vllm", _load_vllm)
+for _name in ("sglang", "trtllm"):
     RolloutReplicaRegistry.register(_name, _absent(_name))
