@@ -312,6 +312,12 @@ def _load_vllm() -> type[RolloutReplica]:
     return VLLMReplica
 
 
+def _load_sglang() -> type[RolloutReplica]:
+    from rlflow.workers.rollout.sglang.replica import SGLangReplica
+
+    return SGLangReplica
+
+
 def _absent(name: str) -> Callable[[], type[RolloutReplica]]:
     def refuse() -> type[RolloutReplica]:
         raise ConfigError(
@@ -325,5 +331,5 @@ def _absent(name: str) -> Callable[[], type[RolloutReplica]]:
 
 RolloutReplicaRegistry.register("hf", _load_hf)
 RolloutReplicaRegistry.register("vllm", _load_vllm)
-for _name in ("sglang", "trtllm"):
-    RolloutReplicaRegistry.register(_name, _absent(_name))
+RolloutReplicaRegistry.register("sglang", _load_sglang)
+RolloutReplicaRegistry.register("trtllm", _absent("trtllm"))

@@ -38,7 +38,7 @@ class HFReplica(RolloutReplica):
             scheduling_strategy=self._placement(node),
             runtime_env={"env_vars": self._environment(threads, node["env"])},
             **self._more_options(),
-        ).remote(self.config, self.model_config, self.replica_rank, self.replicas_on_node)
+        ).remote(*self._server_arguments())
         self.servers, self._server_handle = [server], server
         facts = await ray_await(
             server.ready.remote(), what=f"{self.kind} replica {self.replica_rank} to start", timeout_s=LAUNCH_TIMEOUT_S
@@ -54,6 +54,9 @@ class HFReplica(RolloutReplica):
         from rlflow.workers.rollout.hf.server import HFServer
 
         return HFServer
+
+    def _server_arguments(self) -> tuple[Any, ...]:
+        return self.config, self.model_config, self.replica_rank, self.replicas_on_node
 
     def _more_options(self) -> dict[str, Any]:
         """Restarts, and the share of a device that Ray then makes visible."""
