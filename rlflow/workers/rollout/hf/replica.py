@@ -94,7 +94,7 @@ class HFReplica(RolloutReplica):
 
 
 def node_facts(_worker: Any = None) -> dict[str, Any]:
-    """Called in a worker: its Ray node, the cores it may use, and the variables that choose its device."""
+    """Called in a worker: its Ray node, the cores it may use (number and ids), what chooses its device."""
     import ray
 
     from rlflow.utils.device import cpu_cores, get_device_name, get_visible_devices_keyword
@@ -102,7 +102,10 @@ def node_facts(_worker: Any = None) -> dict[str, Any]:
     env = {DEVICE_ENV: get_device_name()}
     if (visible := get_visible_devices_keyword()) and visible in os.environ:
         env[visible] = os.environ[visible]
-    return {"node_id": ray.get_runtime_context().get_node_id(), "cores": cpu_cores(), "env": env}
+    cores = cpu_cores()
+    ids = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(cores))
+    node_id = ray.get_runtime_context().get_node_id()
+    return {"node_id": node_id, "cores": cores, "core_ids": ids[:cores], "env": env}
 
 
 def server_environment(threads: int, device_env: dict[str, str]) -> dict[str, str]:
