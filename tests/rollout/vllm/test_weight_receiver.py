@@ -12,7 +12,7 @@ from rlflow.utils.errors import ContractError, WeightSyncError
 from rlflow.workers.rollout.vllm.weights import WeightDoor
 from rlflow.workers.rollout.vllm.worker_extension import missing_tensors, shared_parameters
 
-META = [TensorMeta("a", (2,), "float32", 0, 8)]
+META = [TensorMeta("a", (2,), "float32", 0, 8, 0)]
 
 
 class Packed(torch.nn.Module):
@@ -102,10 +102,18 @@ def test_a_good_update_clears_the_caches_before_its_version_serves(workers):
 
 
 def test_an_update_that_touched_nothing_leaves_the_old_weights_served(workers):
-    asyncio.run(workers.door.begin(True))
-    asyncio.run(workers.door.abandon())
+    for _ in range(2):
+        asyncio.run(workers.door.begin(True))
     assert workers.calls == [] and workers.door.version == 1
     workers.door.require_usable()
+
+
+def test_a_good_update_that_is_withdrawn_is_not_served(workers):
+    update(workers)
+    asyncio.run(workers.door.abandon())
+    assert workers.door.version is None and workers.calls[-1] == "clear"
+    with pytest.raises(ContractError, match="last weight update did not finish"):
+        workers.door.require_usable()
 
 
 def test_from_the_first_bucket_there_is_no_version(workers):

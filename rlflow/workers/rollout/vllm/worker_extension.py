@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rlflow.checkpoint_engine.base import TensorMeta
 from rlflow.checkpoint_engine.checksum import combine, tensor_digest
-from rlflow.checkpoint_engine.shared_memory import open_bucket
+from rlflow.checkpoint_engine.segments import open_bucket
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +86,10 @@ class WeightReceiver:
                 name, view = views.pop(0)
                 copies.append((name, view.clone()))
                 del view
-        self._rlflow_load(copies)
+        self._rlflow_load(copies, {meta.name: meta.digest for meta in tensors})
         return {"bytes": sum(meta.size for meta in tensors)}
 
-    def _rlflow_load(self, tensors: list[tuple[str, Tensor]]) -> None:
+    def _rlflow_load(self, tensors: list[tuple[str, Tensor]], digests: dict[str, int | None]) -> None:
         from vllm.config import set_current_vllm_config
 
         if self._rlflow_digests is None:
@@ -100,7 +100,9 @@ class WeightReceiver:
             nonlocal now
             for name, tensor in tensors:
                 now = name
-                self._rlflow_digests[name] = tensor_digest(name, tensor)  # type: ignore[index]
+                # What the sender knew was compared when the bucket was opened.
+                found = digests[name] if digests[name] is not None else tensor_digest(name, tensor)
+                self._rlflow_digests[name] = found  # type: ignore[index, assignment]
                 yield name, tensor
 
         try:
