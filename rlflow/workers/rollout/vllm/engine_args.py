@@ -164,6 +164,7 @@ def engine_environment(binding: str) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy the actor's threads and locks
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_OMP_THREADS_BIND": binding,
     }
     env |= {key: os.environ[key] for key in env if key in os.environ and key != "VLLM_WORKER_MULTIPROC_METHOD"}

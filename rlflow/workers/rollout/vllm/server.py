@@ -201,7 +201,7 @@ class VLLMServer:
         """Log-prob of every token but the first, at temperature 1, of the whole distribution. Works while paused.
 
         Raises:
-            ContractError: no usable weights, or the engine sleeps without its memory.
+            ContractError: no usable weights.
         """
         from vllm import SamplingParams as EngineSampling
 
@@ -269,13 +269,14 @@ class VLLMServer:
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Serve again. `tags`: of "weights" and "kv_cache"; None = both."""
-        if self._memory_asleep:
-            fully_awake = await self._require_engine().wake_up(tags)
-            if not fully_awake:
-                return
+        await self._wake_memory(tags)
+        if not self._memory_asleep:
+            await self._gate.open(asleep=False)
+
+    async def _wake_memory(self, tags: list[str] | None) -> None:
+        if self._memory_asleep and await self._require_engine().wake_up(tags):
             self._memory_asleep = False
             await self.clear_kv_cache()
-        await self._gate.open(asleep=False)
 
     async def clear_kv_cache(self) -> None:
         """Forget keys and values that are kept for reuse."""
@@ -295,8 +296,7 @@ class VLLMServer:
             ContractError: the engine is neither paused nor asleep.
         """
         await self._weights.begin(self._gate.at_rest)
-        if self._memory_asleep:
-            await self._require_engine().wake_up(["weights"])
+        await self._wake_memory(["weights"])
 
     async def load_bucket(self, metas: list[TensorMeta], path: str) -> int:
         """Load the tensors of a bucket (see `checkpoint_engine.segments`). Returns the bytes loaded.
