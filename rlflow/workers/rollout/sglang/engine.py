@@ -212,16 +212,15 @@ class SGLangEngine:
         return self._engine.tokenizer_manager
 
     def _build(self) -> Any:
-        import sglang
+        from sglang.srt.entrypoints.engine import Engine
 
         from rlflow.workers.rollout.sglang.scheduler import run_scheduler
 
-        class Engine(sglang.Engine):
-            if self.arguments.on_cpu:
-                run_scheduler_process_func = staticmethod(run_scheduler)
+        class SeededEngine(Engine):
+            run_scheduler_process_func = staticmethod(run_scheduler)
 
         asyncio.set_event_loop(asyncio.new_event_loop())  # the engine wants one for its synchronous calls
-        engine = Engine(**self.arguments.kwargs)
+        engine = (SeededEngine if self.arguments.on_cpu else Engine)(**self.arguments.kwargs)
         # It would end this whole process when a child dies; `_watch` fails the requests by name instead.
         engine.tokenizer_manager._subprocess_watchdog.stop()
         return engine
