@@ -17,6 +17,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 import time
 from collections.abc import Coroutine
@@ -41,6 +42,9 @@ class SGLangEngine:
 
     def __init__(self, arguments: EngineArguments) -> None:
         self.arguments = arguments
+        if threading.current_thread() is threading.main_thread():
+            # A scheduler that fails sends it to this process, which would end without a word to its callers.
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         self._engine: Any = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sglang-engine")
         self._failure: RolloutError | None = None
