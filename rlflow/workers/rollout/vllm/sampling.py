@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from rlflow.utils.errors import ContractError
 from rlflow.workers.rollout.base import SamplingParams, TokenOutput
+
+# What vLLM understands beyond `SamplingParams`; passed on as it is.
+MORE_SAMPLING = ("min_p", "min_tokens", "presence_penalty", "frequency_penalty", "logit_bias")
 
 # vLLM's finish reasons that mean the same under another name; anything unknown is kept as it is.
 _STOP_REASONS = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
@@ -12,25 +17,46 @@ _STOP_REASONS = {"stop": "stop", "length": "length", "abort": "abort", "repetiti
 _SEED_BITS = 63
 
 
-def engine_sampling(params: SamplingParams, max_tokens: int, stop_ids: frozenset[int]) -> Any:
-    """`vllm.SamplingParams` of a request. `stop_ids`: the model's end-of-sequence tokens, unless they are ignored."""
+def read_sampling(params: Mapping[str, Any], *, ignore_eos: bool) -> tuple[SamplingParams, dict[str, Any]]:
+    """The common part of a request's parameters, and vLLM's own. `ContractError` for others."""
+    own = {key: params[key] for key in MORE_SAMPLING if params.get(key) is not None}
+    common = {key: value for key, value in params.items() if key not in MORE_SAMPLING}
+    return SamplingParams.from_dict(common, ignore_eos=ignore_eos), own
+
+
+def engine_sampling(
+    params: SamplingParams, max_tokens: int, stop_ids: frozenset[int], own: Mapping[str, Any] | None = None
+) -> Any:
+    """`vllm.SamplingParams` of a request.
+
+    Args:
+        stop_ids: the model's end-of-sequence tokens.
+        own: parameters among `MORE_SAMPLING`.
+
+    Raises:
+        ContractError: vLLM refuses a value.
+    """
     from vllm import SamplingParams as EngineSampling
     from vllm.sampling_params import RequestOutputKind
 
-    return EngineSampling(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=max(params.top_k, 0),
-        repetition_penalty=params.repetition_penalty,
-        logprobs=0 if params.logprobs else None,  # 0 = of the sampled token only
-        max_tokens=max_tokens,
-        # They are ours to say: without a tokenizer vLLM knows none, and with one it may know fewer.
-        stop_token_ids=sorted(frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else stop_ids)),
-        ignore_eos=True,
-        seed=None if params.seed is None else params.seed % 2**_SEED_BITS,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    try:
+        return EngineSampling(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(params.top_k, 0),
+            repetition_penalty=params.repetition_penalty,
+            logprobs=0 if params.logprobs else None,  # 0 = of the sampled token only
+            max_tokens=max_tokens,
+            # They are ours to say: without a tokenizer vLLM knows none, and with one it may know fewer.
+            stop_token_ids=sorted(frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else stop_ids)),
+            ignore_eos=True,
+            seed=None if params.seed is None else params.seed % 2**_SEED_BITS,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **(own or {}),
+        )
+    except (TypeError, ValueError) as error:
+        raise ContractError(f"vLLM refuses sampling_params: {error}") from error
 
 
 def token_output(answer: Any, *, wants_log_probs: bool, version: int | None) -> TokenOutput:

@@ -19,11 +19,12 @@ from typing import Any
 from rlflow.checkpoint_engine.base import TensorMeta, WeightReceipt
 from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 from rlflow.workers.rollout.base import RolloutError, SamplingParams, TokenOutput, token_budget
+from rlflow.workers.rollout.capabilities import check_request
 from rlflow.workers.rollout.hf.model import eos_token_ids
 from rlflow.workers.rollout.vllm.engine_args import build_engine_args
 from rlflow.workers.rollout.vllm.guard import kill_marked, start_guard
 from rlflow.workers.rollout.vllm.requests import RequestGate, names
-from rlflow.workers.rollout.vllm.sampling import aborted_before_start, engine_sampling, token_output
+from rlflow.workers.rollout.vllm.sampling import aborted_before_start, engine_sampling, read_sampling, token_output
 from rlflow.workers.rollout.vllm.weights import WeightDoor
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,6 @@ class VLLMServer:
         rollout_config, model_config: the nodes `actor_rollout_ref.rollout` and `.model`.
         replica_rank: for messages, and part of the seed.
         replicas_on_node: they share its memory.
-        device: "cpu" or "cuda".
         mode: value of the replica's `RolloutMode`; decides how deep it sleeps.
     """
 
@@ -48,13 +48,18 @@ class VLLMServer:
         model_config: Any,
         replica_rank: int,
         replicas_on_node: int = 1,
-        device: str = "cpu",
         mode: str = "hybrid",
     ) -> None:
-        self._config, self._model_config, self._rank = rollout_config, model_config, replica_rank
-        self._device, self._mode = device, mode
+        from rlflow.utils.device import get_device_name
+
+        self._config, self._rank = rollout_config, replica_rank
+        self._device, self._mode = get_device_name(), mode
         self._args = build_engine_args(
-            rollout_config, model_config, replica_rank=replica_rank, device=device, replicas_on_node=replicas_on_node
+            rollout_config,
+            model_config,
+            replica_rank=replica_rank,
+            device=self._device,
+            replicas_on_node=replicas_on_node,
         )
         self._mark = start_guard()
         self._holder = f"Rollout replica {replica_rank}"
@@ -71,7 +76,7 @@ class VLLMServer:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._args), enable_log_requests=False)
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._args))
 
     async def ready(self) -> dict[str, Any]:
         """Answers once the engine is up; what it is.
@@ -126,20 +131,20 @@ class VLLMServer:
             ContractError: bad parameters or prompt, or no usable weights.
             RolloutError: the engine died.
         """
-        if given := sorted(key for key, value in kwargs.items() if value):
-            raise ConfigError(f"The vllm rollout adapter takes token ids only; it cannot use {', '.join(given)}.")
+        check_request("vllm", {}, kwargs)
         if priority and self._args["scheduling_policy"] != "priority":
             raise ConfigError(
                 f"priority={priority} needs rollout.scheduling_policy=priority (now: "
                 f"{self._args['scheduling_policy']})."
             )
-        params = SamplingParams.from_dict(sampling_params, ignore_eos=bool(self._config.ignore_eos))
+        params, own = read_sampling(sampling_params, ignore_eos=bool(self._config.ignore_eos))
         max_tokens = self._check_prompt(prompt_ids, params, request_id)
+        sampling = engine_sampling(params, max_tokens, self._eos, own)
         self._weights.require_usable()
         limit = float(timeout_s or self._config.request_timeout_s)
         try:
             async with asyncio.timeout(limit):
-                return await self._admit(prompt_ids, params, max_tokens, request_id, priority)
+                return await self._admit(prompt_ids, sampling, params.logprobs, request_id, priority)
         except TimeoutError:
             raise DeadlineError(
                 f"Request {request_id} had no answer within {limit:.1f} s. {self._holder}: "
@@ -148,16 +153,15 @@ class VLLMServer:
             ) from None
 
     async def _admit(
-        self, prompt_ids: list[int], params: SamplingParams, max_tokens: int, request_id: str, priority: int
+        self, prompt_ids: list[int], sampling: Any, wants_log_probs: bool, request_id: str, priority: int
     ) -> TokenOutput:
         if not await self._gate.enter(request_id):
-            return aborted_before_start(self._weights.version, wants_log_probs=params.logprobs)
+            return aborted_before_start(self._weights.version, wants_log_probs=wants_log_probs)
         try:
             self._weights.require_usable()  # an update may have failed meanwhile
             version = self._weights.version
-            sampling = engine_sampling(params, max_tokens, self._eos)
             answer = await self._run(prompt_ids, sampling, request_id, priority)
-            return token_output(answer, wants_log_probs=params.logprobs, version=version)
+            return token_output(answer, wants_log_probs=wants_log_probs, version=version)
         finally:
             await asyncio.shield(self._gate.leave(request_id))
 

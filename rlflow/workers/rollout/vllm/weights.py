@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 from rlflow.checkpoint_engine.base import TensorMeta, WeightReceipt
@@ -63,8 +64,7 @@ class WeightDoor:
             self.version, self.updating, self._touched = None, True, True
             self._refusal = "its last weight update did not finish"
             await self._ask("begin_receiving")
-        rows = [[meta.name, list(meta.shape), meta.dtype, meta.offset, meta.size] for meta in metas]
-        answers = await self._ask("receive_bucket", rows, path)
+        answers = await self._ask("receive_bucket", [asdict(meta) for meta in metas], path)
         self._bytes += answers[0]["bytes"]
         return int(answers[0]["bytes"])
 

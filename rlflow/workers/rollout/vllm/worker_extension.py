@@ -73,9 +73,9 @@ class WeightReceiver:
         return {}
 
     @_answers
-    def receive_bucket(self, metas: list[list[Any]], path: str) -> dict[str, Any]:
-        """Load the tensors of a bucket in the sender's memory. Each meta: [name, shape, dtype, offset, size]."""
-        tensors = [TensorMeta(name, tuple(shape), dtype, offset, size) for name, shape, dtype, offset, size in metas]
+    def receive_bucket(self, metas: list[dict[str, Any]], path: str) -> dict[str, Any]:
+        """Load the tensors of a bucket in the sender's memory. Each meta: the fields of a `TensorMeta`."""
+        tensors = [TensorMeta(**{**meta, "shape": tuple(meta["shape"])}) for meta in metas]
         with open_bucket(path, tensors) as views:
             copies = []
             while views:  # views must not outlive the block
