@@ -19,8 +19,9 @@ def test_a_cpu_gets_the_plain_torch_attention(model_path):
     arguments = _arguments(model_path, max_num_seqs=4)
     assert arguments.kwargs["device"] == "cpu" and arguments.kwargs["attention_backend"] == "torch_native"
     assert arguments.kwargs["max_total_tokens"] == 4 * arguments.kwargs["context_length"]
-    assert engine_environment("cpu")["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert "SGLANG_USE_CPU_ENGINE" not in engine_environment("cuda")
+    node = tiny.config(model_path, name="sglang").actor_rollout_ref.rollout
+    assert engine_environment(node, "cpu")["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_RETURN_ORIGINAL_LOGPROB"} & set(engine_environment(node, "cuda"))
 
 
 def test_ids_in_and_out_and_our_loader(model_path):
@@ -46,11 +47,16 @@ def test_sleep_on_a_gpu_frees_memory_and_keeps_a_copy_of_shared_weights(model_pa
     assert not kept.kwargs["enable_memory_saver"] and kept.kwargs["mem_fraction_static"] == 0.5
 
 
-def test_parallel_sizes_are_passed_on(model_path):
-    kwargs = _arguments(model_path, "cuda", tensor_model_parallel_size=4).kwargs
-    assert (kwargs["tp_size"], kwargs["dp_size"], kwargs["enable_dp_attention"]) == (4, 1, False)
-    kwargs = _arguments(model_path, "cuda", tensor_model_parallel_size=2, data_parallel_size=2).kwargs
-    assert (kwargs["tp_size"], kwargs["dp_size"], kwargs["enable_dp_attention"]) == (4, 2, True)
+def test_the_tensor_parallel_size_is_passed_on(model_path):
+    arguments = _arguments(model_path, "cuda", tensor_model_parallel_size=4)
+    assert arguments.kwargs["tp_size"] == arguments.tp_size == 4
+
+
+def test_raw_log_probs_are_asked_for_before_the_import(model_path):
+    node = tiny.config(model_path, name="sglang", logprobs_mode="raw_logprobs").actor_rollout_ref.rollout
+    assert engine_environment(node, "cpu")["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "1"
+    assert _arguments(model_path, logprobs_mode="raw_logprobs").raw_log_probs
+    assert not _arguments(model_path).raw_log_probs
 
 
 def test_engine_kwargs_override_everything(model_path):
@@ -62,3 +68,9 @@ def test_engine_kwargs_override_everything(model_path):
 def test_an_unknown_load_format_is_refused(model_path):
     with pytest.raises(ConfigError, match="load_format=gguf"):
         _arguments(model_path, load_format="gguf")
+
+
+def test_a_repetition_penalty_is_refused(model_path):
+    """SGLang leaves the prompt out of it, and with it the first part of a continued request."""
+    with pytest.raises(ConfigError, match="repetition_penalty=1.1"):
+        _arguments(model_path, repetition_penalty=1.1)

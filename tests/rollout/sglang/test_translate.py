@@ -63,8 +63,8 @@ def test_a_truncated_distribution_has_a_finite_top_k(params, truncated, top_k):
 
 def test_log_probs_of_a_truncated_distribution_are_its_own():
     answer = _answer(output_token_sampling_logprobs=[-0.1, -0.2])
-    assert translate.log_probs_of(answer, SamplingParams(logprobs=True, top_k=3), VOCAB) == [-0.1, -0.2]
-    assert translate.log_probs_of(answer, SamplingParams(logprobs=True), VOCAB) == [-0.5, -1.0]
+    assert translate.log_probs_of(answer, of_support=True) == [-0.1, -0.2]
+    assert translate.log_probs_of(answer, of_support=False) == [-0.5, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_log_probs_of_a_truncated_distribution_are_its_own():
 )
 def test_log_probs_that_are_not_those_of_the_tokens_are_an_error(meta):
     with pytest.raises(RolloutError, match="log-probs for 2 tokens of request r"):
-        translate.log_probs_of(_answer(**meta), SamplingParams(logprobs=True), VOCAB)
+        translate.log_probs_of(_answer(**meta), of_support=False)
 
 
 def test_prompt_log_probs_leave_out_the_first_token():

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from rlflow.checkpoint_engine.base import TensorMeta
 from rlflow.checkpoint_engine.checksum import combine, tensor_digest
-from rlflow.checkpoint_engine.shared_memory import Segment
+from rlflow.checkpoint_engine.receipt import TensorMeta
+from rlflow.checkpoint_engine.segments import Segment
 from rlflow.utils.errors import WeightSyncError
 from rlflow.workers.rollout.sglang import weight_loader
 from rlflow.workers.rollout.sglang.weight_loader import Ledger
@@ -58,7 +58,7 @@ def test_the_receipt_is_that_of_the_sender(ranks):
     sent, ledger = _sent(), Ledger(Stacked(ranks))
     ledger.load([("gate", sent["gate"]), ("embed", sent["embed"])])  # two buckets, in any order
     ledger.load([("scale", sent["scale"]), ("up", sent["up"])])
-    assert ledger.receipt() == {"count": 4, "checksum": _checksum(sent)}
+    assert ledger.receipt() == {"names": sorted(sent), "checksum": _checksum(sent)}
 
 
 def test_another_dtype_is_converted_and_still_accounted_for():
@@ -117,11 +117,11 @@ def test_a_whole_update_by_messages():
         for name, tensor in sent.items():
             size = tensor.numel() * 4
             view[offset : offset + size].copy_(tensor.reshape(-1).view(torch.uint8))
-            metas.append(vars(TensorMeta(name, tuple(tensor.shape), "float32", offset, size)))
+            metas.append(vars(TensorMeta(name, tuple(tensor.shape), "float32", 0, size, offset)))
             offset += 64 * -(-size // 64)
         assert _call(model, reply, op="forget") == {}
         assert _call(model, reply, op="load", path=bucket.path, metas=metas) == {}
-        assert _call(model, reply, op="receipt") == {"count": 4, "checksum": _checksum(sent)}
+        assert _call(model, reply, op="receipt") == {"names": sorted(sent), "checksum": _checksum(sent)}
         assert "no tensor arrived" in _call(model, reply, op="receipt")["error"]
         # The next update knows the names of this one.
         _call(model, reply, op="load", path=bucket.path, metas=metas[:1])
@@ -137,6 +137,7 @@ def test_no_error_leaves_the_loader():
     try:
         answer = _call(Stacked(), reply, op="load", path="/nowhere", metas=[])
         assert "cannot open the trainer's shared memory" in answer["error"]
+        assert answer["tensors"] == []
         assert "KeyError" in _call(Stacked(), reply, op="nonsense")["error"]
     finally:
         reply.close()

@@ -24,7 +24,7 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from rlflow.checkpoint_engine.shared_memory import Segment
+from rlflow.checkpoint_engine.segments import Segment
 from rlflow.utils.errors import DeadlineError, WeightSyncError
 from rlflow.workers.rollout.base import RolloutError
 from rlflow.workers.rollout.sglang.arguments import EngineArguments
@@ -175,8 +175,9 @@ class SGLangEngine:
         )
         _require(await self._alive(self._manager.update_weights_from_tensor(request, None)))
         answers = [_read(reply) for reply in self._replies]
-        if errors := list(dict.fromkeys(answer["error"] for answer in answers if "error" in answer)):
-            raise WeightSyncError("; ".join(errors))
+        if errors := {answer["error"]: answer["tensors"] for answer in answers if "error" in answer}:
+            tensors = {name for names in errors.values() for name in names}
+            raise WeightSyncError("; ".join(errors), tensors=tuple(sorted(tensors)))
         return answers
 
     async def end_update(self) -> None:
