@@ -232,7 +232,7 @@ class SGLangEngine:
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Wait for the death of a child process."""
-        children = {child.sentinel: child for child in multiprocessing.active_children()}
+        children: dict[Any, Any] = {child.sentinel: child for child in multiprocessing.active_children()}
         while not self._stopping.is_set():
             if gone := multiprocessing.connection.wait(list(children), timeout=1.0):
                 break
