@@ -79,7 +79,8 @@ class LLMServerManager:
         assert self.rollout_replica_class is not None
         rollout, model = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.model
         size = self.rollout_replica_class.world_size_for(rollout)
-        per_node = int(rollout.get("n_gpus_per_node", None) or self.config.trainer.n_gpus_per_node)
+        own = self.worker_group is None and rollout.get("n_gpus_per_node", None)
+        per_node = int(own or self.config.trainer.n_gpus_per_node)
         count = self._devices(per_node, size) // size
         replicas = [
             self.rollout_replica_class(self.start_rank + i, rollout, model, gpus_per_node=per_node)

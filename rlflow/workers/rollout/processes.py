@@ -7,6 +7,7 @@ A process id is used again by the system: one counts only with the time at which
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +73,7 @@ async def kill_server(handle: Any, known: ServerProcesses | None) -> None:
 
     if known is not None:
         if known.node_id == ray.get_runtime_context().get_node_id():
-            kill_processes(known.processes)
+            await asyncio.to_thread(kill_processes, known.processes)
         else:
             await _kill_elsewhere(known)
     ray.kill(handle)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import rollout_tiny as tiny
+
+from rlflow.utils.import_utils import is_installed
 
 MAX_MODEL_LEN = 640
 MAX_NUM_SEQS = 8
@@ -31,7 +32,7 @@ class EngineCase:
 
     @property
     def installed(self) -> bool:
-        return importlib.util.find_spec(self.package) is not None
+        return is_installed(self.package)
 
 
 CASES = {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from typing import Any
 
 from rlflow.utils.device import get_visible_devices_keyword
 from rlflow.utils.errors import ConfigError
+from rlflow.utils.import_utils import is_installed
 from rlflow.utils.ray_utils import ray_await
 from rlflow.workers.rollout.hf.replica import HFReplica, node_facts
 from rlflow.workers.rollout.replica import LAUNCH_TIMEOUT_S, RolloutMode
@@ -19,7 +19,7 @@ class SGLangReplica(HFReplica):
     supports_parallelism = True
 
     async def launch_servers(self) -> None:
-        if importlib.util.find_spec("sglang") is None:
+        if not is_installed("sglang"):
             raise ConfigError(
                 "rollout.name=sglang needs SGLang: pip install 'rlflow[sglang]' on a GPU; on a CPU "
                 "scripts/setup_sglang.sh makes an environment with it. Or set rollout.name=hf (the embedded engine)."

@@ -224,7 +224,7 @@ class SGLangServer:
 
     async def resume_generation(self) -> None:
         """Admit requests again."""
-        self._weights.end_waiting()
+        await self._weights.close()
         await self._gate.open(paused=False)
 
     async def _abort_in_engine(self, request_ids: list[str]) -> None:

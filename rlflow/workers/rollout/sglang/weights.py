@@ -78,7 +78,7 @@ class ServedWeights:
         except WeightSyncError as error:
             error.args = (f"weight version {version}: {error}",)
             await self._fail(error)
-        await self._close()
+        await self.close()
         await self._engine.flush()
         # Ranks of one model that differ among themselves are reported by the one that differs from what was sent.
         counts = [(len(answer["names"]), int(answer["checksum"])) for answer in answers]
@@ -97,9 +97,10 @@ class ServedWeights:
     async def abandon(self) -> None:
         """Refuse to serve the present weights until the next good update."""
         self._invalidate()
-        await self._close()
+        await self.close()
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """Generation goes on. An update that is still open has failed: requests are then refused, not kept."""
         self._updating = False
         await self._engine.end_update()
 
@@ -109,16 +110,12 @@ class ServedWeights:
             await self._engine.label(version)
             self.version = version
 
-    def end_waiting(self) -> None:
-        """Generation goes on. An update that is still open has failed: requests are then refused, not kept."""
-        self._updating = False
-
     def _invalidate(self) -> None:
         self._updating, self.version = True, None
         self._refusal = "its last weight update did not finish"
 
     async def _fail(self, error: WeightSyncError) -> None:
-        await self._close()
+        await self.close()
         error.args = (f"{self._holder}: {error}",)
         raise error
 

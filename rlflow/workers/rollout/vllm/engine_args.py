@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "rlflow.workers.rollout.vllm.worker_extension.WeightReceiver"
 _LOAD_FORMATS = ("dummy", "auto", "safetensors")
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # vLLM's block on a CPU, tokens; a sequence's last block is rarely full.
 _CPU_BLOCK = 128
 # Share of the machine's memory that the caches of all replicas of a node may take on a CPU.
@@ -88,7 +87,6 @@ def build_engine_args(
     }
     if tokenizer := model.get("tokenizer_path"):
         args["tokenizer"] = str(Path(str(tokenizer)).expanduser())
-    args |= _lora_args(model)
     if device == "cpu":
         args |= _cpu_args(rollout, hf_config, max_model_len, replicas_on_node)
     else:
@@ -117,20 +115,6 @@ def _cpu_args(rollout: Any, hf_config: Any, max_model_len: int, replicas_on_node
     # vLLM writes the whole cache when it starts, so one larger than all sequences need would only cost memory.
     size = min(sequence * int(rollout.max_num_seqs), max(room, sequence))
     return {"enforce_eager": True, "kv_cache_memory_bytes": size}
-
-
-def _lora_args(model: Any) -> dict[str, Any]:
-    """An adapter is served as one only if the trainer sends it as one (`model.lora.merge` false)."""
-    rank = int(model.get("lora_rank", 0) or 0)
-    if not rank or (model.get("lora") or {}).get("merge", False):
-        return {}
-    fitting = [size for size in _LORA_RANKS if size >= rank]
-    if not fitting:
-        raise ConfigError(
-            f"model.lora_rank={rank} is over vLLM's largest rank, {_LORA_RANKS[-1]}. Lower it, or set "
-            "model.lora.merge=true to send merged weights."
-        )
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": fitting[0]}
 
 
 def _hf_config(model: Any) -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 from rlflow.utils.device import get_visible_devices_keyword
 from rlflow.utils.errors import ConfigError
+from rlflow.utils.import_utils import is_installed
 from rlflow.workers.rollout.hf.replica import HFReplica, node_facts
 from rlflow.workers.rollout.vllm.engine_args import cpu_binding, engine_environment
 
@@ -17,7 +17,7 @@ class VLLMReplica(HFReplica):
     supports_parallelism = True
 
     async def launch_servers(self) -> None:
-        if importlib.util.find_spec("vllm") is None:
+        if not is_installed("vllm"):
             raise ConfigError(
                 "rollout.name=vllm needs vLLM: pip install 'rlflow[vllm]' on a GPU; on a CPU scripts/setup_vllm.sh "
                 "makes an environment with it. Or set rollout.name=hf (the embedded engine)."

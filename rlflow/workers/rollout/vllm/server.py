@@ -265,7 +265,7 @@ class VLLMServer:
         return bool(self._device != "cpu" and self._config.free_cache_engine and self._mode != "standalone")
 
     def _sleep_level(self) -> int:
-        return 2 if self._mode == "hybrid" and not self._args.get("enable_lora") else 1
+        return 2 if self._mode == "hybrid" else 1
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Serve again. `tags`: of "weights" and "kv_cache"; None = both."""
@@ -299,7 +299,7 @@ class VLLMServer:
             await self._require_engine().wake_up(["weights"])
 
     async def load_bucket(self, metas: list[TensorMeta], path: str) -> int:
-        """Load the tensors of a bucket (see `checkpoint_engine.shared_memory`). Returns the bytes loaded.
+        """Load the tensors of a bucket (see `checkpoint_engine.segments`). Returns the bytes loaded.
 
         Raises:
             WeightSyncError: an unknown tensor, a wrong shape, or memory that cannot be read.
@@ -316,7 +316,7 @@ class VLLMServer:
         return await self._weights.finish(version, tensor_count, checksum)
 
     async def abandon_update(self) -> None:
-        """Give up an update; weights that it touched are not served before a later one succeeds."""
+        """Refuse to serve the present weights until the next good update."""
         await self._weights.abandon()
 
     async def weight_version(self) -> int | None:

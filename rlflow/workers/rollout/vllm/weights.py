@@ -1,6 +1,6 @@
 """The server's side of a weight sync: which weights the engine holds, and how they change.
 
-    None or a version ──begin──> (same) ──first bucket──> None ──finish──> the new version
+    None or a version ──begin──> (same) ──first bucket──> None ──finish──> the new version ──abandon──> None
                                                             └──error, abandon──> None, with the reason
 
 Invariants
@@ -54,15 +54,15 @@ class WeightDoor:
     async def begin(self, at_rest: bool) -> None:
         """Start an update; what an earlier one left unfinished is forgotten."""
         self._require_rest(at_rest)
-        await self.abandon()
+        await self._stop()
         self._bytes = 0
 
     async def load(self, metas: list[TensorMeta], path: str, at_rest: bool) -> int:
         """Hand a bucket to the workers; returns its bytes once all of them have taken it."""
         self._require_rest(at_rest)
         if not self._touched:
-            self.version, self.updating, self._touched = None, True, True
-            self._refusal = "its last weight update did not finish"
+            self._refuse()
+            self.updating = self._touched = True
             await self._ask("begin_receiving")
         answers = await self._ask("receive_bucket", [asdict(meta) for meta in metas], path)
         self._bytes += answers[0]["bytes"]
@@ -78,7 +78,8 @@ class WeightDoor:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise WeightSyncError(
                 f"{self._holder}, weight version {version}: {len(missing)} parameters of the served model got no "
-                f"weights in this sync: {shown}"
+                f"weights in this sync: {shown}",
+                tensors=tuple(missing),
             )
         # Workers of one model that differ among themselves are reported by the one that differs from what was sent.
         counts = [(len(answer["names"]), int(answer["checksum"])) for answer in answers]
@@ -89,14 +90,29 @@ class WeightDoor:
         else:
             logger.error("%s: version %d holds %s, sent %s", self._holder, version, found, (tensor_count, checksum))
         seconds = time.perf_counter() - started
-        return WeightReceipt(version, found[0], self._bytes, found[1], seconds, self._holder)
+        return WeightReceipt(
+            version,
+            found[0],
+            self._bytes,
+            found[1],
+            seconds,
+            self._holder,
+            names=tuple(answers[0]["names"]),
+            from_parameters=False,  # they are packed for the kernels
+        )
 
     async def abandon(self) -> None:
-        """Give up an update. Weights that were touched are not served before a later one succeeds."""
-        if self._touched:
-            self._touched = self.updating = False
+        """Withdraw an update, also one that seemed good: nothing is served before a later one succeeds."""
+        self._refuse()
+        await self._stop()
+
+    async def _stop(self) -> None:
+        touched, self._touched, self.updating = self._touched, False, False
+        if touched:
             await self._ask("stop_receiving")
-        self.updating = False
+
+    def _refuse(self) -> None:
+        self.version, self._refusal = None, "its last weight update did not finish"
 
     def end_waiting(self) -> None:
         """Generation goes on. An update that is still open has failed: requests are then refused, not kept."""

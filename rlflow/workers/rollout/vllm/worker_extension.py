@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rlflow.checkpoint_engine.base import TensorMeta
 from rlflow.checkpoint_engine.checksum import combine, tensor_digest
-from rlflow.checkpoint_engine.shared_memory import open_bucket
+from rlflow.checkpoint_engine.segments import open_bucket
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,8 @@ class WeightReceiver:
     model_runner: Any
     vllm_config: Any
     _rlflow_digests: dict[str, int] | None = None
+    _rlflow_loaded: set[str]
+    _rlflow_shared: dict[str, set[str]]
 
     @_answers
     def rlflow_facts(self) -> dict[str, Any]:
@@ -67,8 +69,10 @@ class WeightReceiver:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        model = self.model_runner.get_model()
+        self._rlflow_shared = shared_parameters(model)
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.get_model())
+            initialize_layerwise_reload(model)
         self._rlflow_digests, self._rlflow_loaded = {}, set()
         return {}
 
@@ -82,10 +86,10 @@ class WeightReceiver:
                 name, view = views.pop(0)
                 copies.append((name, view.clone()))
                 del view
-        self._rlflow_load(copies)
+        self._rlflow_load(copies, {meta.name: meta.digest for meta in tensors})
         return {"bytes": sum(meta.size for meta in tensors)}
 
-    def _rlflow_load(self, tensors: list[tuple[str, Tensor]]) -> None:
+    def _rlflow_load(self, tensors: list[tuple[str, Tensor]], digests: dict[str, int | None]) -> None:
         from vllm.config import set_current_vllm_config
 
         if self._rlflow_digests is None:
@@ -96,7 +100,9 @@ class WeightReceiver:
             nonlocal now
             for name, tensor in tensors:
                 now = name
-                self._rlflow_digests[name] = tensor_digest(name, tensor)  # type: ignore[index]
+                # What the sender knew was compared when the bucket was opened.
+                found = digests[name] if digests[name] is not None else tensor_digest(name, tensor)
+                self._rlflow_digests[name] = found  # type: ignore[index, assignment]
                 yield name, tensor
 
         try:
@@ -109,33 +115,64 @@ class WeightReceiver:
     @_answers
     def finish_receiving(self) -> dict[str, Any]:
         """Pack what is not packed yet. {"names", "checksum", "missing"}: sent names, and parameters without values."""
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
         model, digests = self.model_runner.get_model(), self._rlflow_digests
         if digests is None:
             return {"names": [], "checksum": 0, "missing": sorted(name for name, _ in model.named_parameters())}
-        missing = missing_tensors(model, set(digests), self._rlflow_loaded)
-        with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(model, self.model_runner.model_config)
-        self._rlflow_digests = None
-        for forget in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
-            getattr(self.model_runner, forget)()
+        missing = missing_tensors(model, set(digests), self._rlflow_loaded, self._rlflow_shared)
+        if missing:
+            self._rlflow_drop()
+        self._rlflow_finalize(model)
         return {"names": sorted(digests), "checksum": combine(list(digests.values())), "missing": missing}
 
     @_answers
     def stop_receiving(self) -> dict[str, Any]:
-        """End a sync that failed; parts of layers that never came hold whatever memory held."""
-        return self.finish_receiving() if self._rlflow_digests is not None else {}
+        """End a sync that failed: layers that were not complete keep their old values, the others have new ones."""
+        if self._rlflow_digests is not None:
+            self._rlflow_drop()
+            self._rlflow_finalize(self.model_runner.get_model())
+        return {}
+
+    def _rlflow_drop(self) -> None:
+        """Forget what is buffered for layers that are not complete."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in self.model_runner.get_model().modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights, info.load_numel = [], 0
+
+    def _rlflow_finalize(self, model: Any) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+            # vLLM packs a layer when its own weights come. A head that shares those of the embedding gets none, and
+            # would go on computing with the packed copy of the old ones.
+            for name, others in self._rlflow_shared.items():
+                if name not in self._rlflow_loaded and others & self._rlflow_loaded:
+                    layer = model.get_submodule(name.rpartition(".")[0])
+                    layer.quant_method.process_weights_after_loading(layer)
+        self._rlflow_digests = None
+        for forget in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            getattr(self.model_runner, forget)()
 
 
-def missing_tensors(model: Any, sent: set[str], loaded: set[str]) -> list[str]:
+def shared_parameters(model: Any) -> dict[str, set[str]]:
+    """Name of each parameter that the model has under several names -> the other names."""
+    names: dict[int, set[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), set()).add(name)
+    return {name: group - {name} for group in names.values() if len(group) > 1 for name in group}
+
+
+def missing_tensors(model: Any, sent: set[str], loaded: set[str], shared: dict[str, set[str]]) -> list[str]:
     """Parameters (or the parts they are packed from) that got no values since `begin_receiving`.
 
     Args:
         sent: names of the tensors that came, as a checkpoint has them.
         loaded: names of the model's parameters that `load_weights` said it filled. A packed parameter is in it as soon
             as one of its parts came.
+        shared: other names of parameters; one that came under another name is there.
     """
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     missing = []
@@ -145,7 +182,7 @@ def missing_tensors(model: Any, sent: set[str], loaded: set[str]) -> list[str]:
         # Only a model whose checkpoint has the parts under these names can be asked for each of them.
         if len(parts) > 1 and any(part in sent for part in parts):
             missing += [part for part in parts if part not in sent]
-        elif plain not in loaded and name not in loaded:
+        elif not loaded & {plain, name, *shared.get(name, ())}:
             missing += parts
     return sorted(missing)
 
