@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 120.0
+# One bucket, or a checksum of all parameters; the sync has deadlines of its own.
+_LOAD_TIMEOUT_S = 600.0
 _FLUSH_PAUSE_S = 0.02
 
 
@@ -90,11 +92,15 @@ class SGLangEngine:
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], rid: str, **options: Any
     ) -> dict[str, Any]:
-        """One request to its end; SGLang's dict of "output_ids" and "meta_info". `options`: of `GenerateReqInput`."""
+        """One request to its end, without a deadline: SGLang's dict of "output_ids" and "meta_info".
+
+        Args:
+            options: of `GenerateReqInput`.
+        """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(input_ids=prompt_ids, sampling_params=sampling, rid=rid, **options)
-        return await self._alive(anext(self._manager.generate_request(request, None)))
+        return await self._alive(anext(self._manager.generate_request(request, None)), None)
 
     def abort(self, rid: str) -> None:
         """Ask for the end of a request; it then returns what it has."""
@@ -173,7 +179,7 @@ class SGLangEngine:
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads, load_format=LOADER, flush_cache=False
         )
-        _require(await self._alive(self._manager.update_weights_from_tensor(request, None)))
+        _require(await self._alive(self._manager.update_weights_from_tensor(request, None), _LOAD_TIMEOUT_S))
         answers = [_read(reply) for reply in self._replies]
         if errors := {answer["error"]: answer["tensors"] for answer in answers if "error" in answer}:
             tensors = {name for names in errors.values() for name in names}
@@ -249,15 +255,17 @@ class SGLangEngine:
         logger.error("%s", self._failure)
         loop.call_soon_threadsafe(self._died.set)
 
-    async def _alive(self, call: Coroutine[Any, Any, T]) -> T:
-        """`call`, unless the engine dies meanwhile."""
+    async def _alive(self, call: Coroutine[Any, Any, T], timeout_s: float | None = CONTROL_TIMEOUT_S) -> T:
+        """`call`, unless the engine dies meanwhile, or is silent for too long. None: the caller has a deadline."""
         task = asyncio.ensure_future(call)
         death = asyncio.ensure_future(self._died.wait())
         try:
-            await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
-                return task.result()
-            raise RolloutError(str(self._failure))
+                return await task
+            if self._failure is not None:
+                raise RolloutError(str(self._failure))
+            raise DeadlineError(f"SGLang's scheduler did not answer within {timeout_s or 0:.0f} s; it may hang.")
         finally:
             task.cancel()
             death.cancel()

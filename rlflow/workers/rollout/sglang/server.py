@@ -197,13 +197,10 @@ class SGLangServer:
         if self._engine.released:
             raise ContractError(f"{self._holder} sleeps: wake it up before asking for log-probs.")
         self._budget(token_ids, SamplingParams(max_tokens=1), "prompt_log_probs")
-        answer = await self._engine.generate(
-            token_ids,
-            {"max_new_tokens": 0, "temperature": 0.0},
-            f"{self._number()}:prompt-log-probs",
-            return_logprob=True,
-            logprob_start_len=0,
-        )
+        sampling = {"max_new_tokens": 0, "temperature": 0.0}
+        options = {"return_logprob": True, "logprob_start_len": 0}
+        async with asyncio.timeout(float(self._config.request_timeout_s)):
+            answer = await self._engine.generate(token_ids, sampling, f"{self._number()}:prompt-log-probs", **options)
         return translate.prompt_log_probs_of(answer, token_ids)
 
     async def announce_sessions(self, sessions: list[str], keep: list[str]) -> None:
