@@ -50,7 +50,7 @@ class SGLangEngine:
         self._engine: Any = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sglang-engine")
         self._failure: RolloutError | None = None
-        self._died: asyncio.Event = asyncio.Event()
+        self._death: asyncio.Future[None] | None = None  # done when the engine has died
         self._stopping = threading.Event()
         self._replies: list[Segment] = []
         self._updating = False
@@ -63,6 +63,7 @@ class SGLangEngine:
             RolloutError: the engine did not start; the scheduler's own log says why.
         """
         loop = asyncio.get_running_loop()
+        self._death = loop.create_future()
         try:
             self._engine = await loop.run_in_executor(self._thread, self._build)
         except Exception as error:
@@ -253,14 +254,15 @@ class SGLangEngine:
             f"{child.exitcode} (a negative number is a signal). Its own words are in the log of this server."
         )
         logger.error("%s", self._failure)
-        loop.call_soon_threadsafe(self._died.set)
+        assert self._death is not None
+        loop.call_soon_threadsafe(self._death.set_result, None)
 
     async def _alive(self, call: Coroutine[Any, Any, T], timeout_s: float | None = CONTROL_TIMEOUT_S) -> T:
         """`call`, unless the engine dies meanwhile, or is silent for too long. None: the caller has a deadline."""
+        assert self._death is not None
         task = asyncio.ensure_future(call)
-        death = asyncio.ensure_future(self._died.wait())
         try:
-            await asyncio.wait({task, death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, self._death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return await task
             if self._failure is not None:
@@ -268,7 +270,6 @@ class SGLangEngine:
             raise DeadlineError(f"SGLang's scheduler did not answer within {timeout_s or 0:.0f} s; it may hang.")
         finally:
             task.cancel()
-            death.cancel()
 
 
 def _require(result: Any) -> None:
