@@ -162,3 +162,19 @@ def test_a_failed_scheduler_does_not_end_the_server_without_a_word(server):
         return it._engine.failure
 
     assert act(server, signal_to_itself) is None
+
+
+def test_an_idle_scheduler_leaves_the_cores_alone(server):
+    """By itself it asks for work in a loop, beside a trainer on the same cores."""
+
+    async def used(it):
+        import asyncio
+
+        import psutil
+
+        schedulers = [psutil.Process(pid) for pid in it._engine.processes()]
+        before = [sum(process.cpu_times()[:2]) for process in schedulers]
+        await asyncio.sleep(3.0)
+        return max(sum(p.cpu_times()[:2]) - b for p, b in zip(schedulers, before, strict=True))
+
+    assert act(server, used) < 1.0

@@ -125,6 +125,8 @@ def engine_arguments(
         # Every token of the vocabulary may be in the support of a truncated distribution.
         "sampling_mask_max_tokens": int(text_config.vocab_size),
         "grammar_backend": "none",
+        # An idle scheduler would keep a core busy while the trainer computes.
+        "sleep_on_idle": True,
         "log_level": "warning",
     }
     if device == "cpu":
