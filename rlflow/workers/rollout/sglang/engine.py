@@ -261,8 +261,9 @@ class SGLangEngine:
         """`call`, unless the engine dies meanwhile, or is silent for too long. None: the caller has a deadline."""
         assert self._death is not None
         task = asyncio.ensure_future(call)
+        either: set[asyncio.Future[Any]] = {task, self._death}
         try:
-            await asyncio.wait({task, self._death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return await task
             if self._failure is not None:
