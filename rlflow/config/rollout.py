@@ -113,7 +113,7 @@ class RolloutConfig(BaseConfig):
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
     checkpoint_manager_class: str | None = None
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
-    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"hf": {}, "vllm": {}})
+    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"hf": {}, "vllm": {}, "sglang": {}})
 
     def __post_init__(self) -> None:
         if self.mode != "async":

@@ -120,15 +120,10 @@ CAPABILITIES: dict[str, EngineCapabilities] = {
             packages=("sglang",),
             extra="sglang",
             tensor_parallel=True,
-            data_parallel=True,
-            several_nodes=True,
-            lora_adapters=True,
             sleep_frees_memory=("cuda",),
             prefix_cache=True,
+            hashable_parameters=ALL_DEVICES,
             logprobs_modes=("processed_logprobs", "raw_logprobs"),
-            sampling=COMMON_SAMPLING | {"stop", "min_p", "min_new_tokens", "presence_penalty", "frequency_penalty"},
-            media=MEDIA,
-            http=True,
         ),
     )
 }

@@ -21,12 +21,14 @@ class EngineCase:
     """How one engine is set up for the suite.
 
     `package` must be importable, or the engine's tests are skipped. `log_prob_atol`: nats, for fp32 weights.
+    `penalises_prompt`: a repetition penalty counts the prompt; else it is refused.
     """
 
     name: str
     package: str
     rollout: dict[str, Any] = field(default_factory=dict)
     log_prob_atol: float = 1e-4
+    penalises_prompt: bool = True
 
     @property
     def installed(self) -> bool:
@@ -38,7 +40,7 @@ CASES = {
     "vllm": EngineCase(
         "vllm", "vllm", {"engine_kwargs": {"vllm": {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}}}
     ),
-    "sglang": EngineCase("sglang", "sglang"),
+    "sglang": EngineCase("sglang", "sglang", penalises_prompt=False),
 }
 
 

@@ -8,7 +8,7 @@ import rollout_tiny as tiny
 import torch
 from contract_replica import expect_log_probs
 
-from rlflow.utils.errors import ContractError, DeadlineError
+from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 
 GREEDY = {"temperature": 0.0, "logprobs": True, "max_tokens": 12, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "logprobs": True, "max_tokens": 12, "ignore_eos": True, "seed": 11}
@@ -120,7 +120,12 @@ def test_top_p_samples_in_the_smallest_set_with_that_mass(served):
 
 def test_a_repetition_penalty_is_that_of_transformers(served):
     prompt = tiny.prompts(1, seed=10)[0]
-    output = served.generate(prompt, {**GREEDY, "max_tokens": 20, "repetition_penalty": 1.4})
+    params = {**GREEDY, "max_tokens": 20, "repetition_penalty": 1.4}
+    if not served.case.penalises_prompt:
+        with pytest.raises(ConfigError, match="repetition_penalty=1.4"):
+            served.generate(prompt, params)
+        return
+    output = served.generate(prompt, params)
     assert output.token_ids == engines.greedy(served.model, prompt, 20, penalty=1.4)
     assert output.token_ids != engines.greedy(served.model, prompt, 20)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlflow.utils.device import get_torch_device
 from rlflow.utils.errors import ConfigError
+from rlflow.workers.rollout.sglang.translate import check_penalty
 from rlflow.workers.rollout.sglang.weight_loader import LOADER
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ _ENVIRONMENT = {
     # The context is longer than the model's positions by the margin; `token_budget` keeps sequences inside them.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
 }
+_RAW_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # Small helpers are decorated with torch.compile: seconds of compilation, for nothing on a CPU.
@@ -49,7 +51,7 @@ class EngineArguments:
         dtype: of weights and arithmetic, as torch names it ("torch.bfloat16").
         tp_size: processes that each hold a part of the weights.
         on_cpu: whether the engine computes on the CPU.
-        seeds_by_request: a request's seed decides its tokens.
+        raw_log_probs: they are of the model's own distribution, instead of the one that was sampled from.
         memory_tags: what `sleep` frees.
     """
 
@@ -63,13 +65,19 @@ class EngineArguments:
     dtype: str
     tp_size: int = 1
     on_cpu: bool = True
-    seeds_by_request: bool = True
+    raw_log_probs: bool = False
     memory_tags: tuple[str, ...] = MEMORY_TAGS
 
 
-def engine_environment(device: str) -> dict[str, str]:
+def engine_environment(rollout_config: Any, device: str) -> dict[str, str]:
     """Variables that SGLang reads when it is imported."""
-    return _ENVIRONMENT | (_CPU_ENVIRONMENT if device == "cpu" else {})
+    raw = {_RAW_LOG_PROBS: "1"} if wants_raw_log_probs(rollout_config) else {}
+    return _ENVIRONMENT | raw | (_CPU_ENVIRONMENT if device == "cpu" else {})
+
+
+def wants_raw_log_probs(rollout_config: Any) -> bool:
+    """Log-probs of the model's own distribution, instead of the one that was sampled from."""
+    return rollout_config.get("logprobs_mode", None) == "raw_logprobs"
 
 
 def engine_arguments(
@@ -95,6 +103,7 @@ def engine_arguments(
     from rlflow.workers.rollout.hf.model import eos_token_ids, parse_dtype
 
     config, model = rollout_config, model_config
+    check_penalty(float(config.get("repetition_penalty", 1.0)), "rollout")
     path = str(Path(str(model.path)).expanduser())
     trust = bool(model.get("trust_remote_code", False))
     hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
@@ -106,10 +115,9 @@ def engine_arguments(
             "the first sync), auto or safetensors"
         )
     max_model_len = _max_model_len(config, text_config)
-    tp_size = int(config.tensor_model_parallel_size * config.data_parallel_size)
     kwargs = {
         **_model_arguments(config, model, path, trust, str(dtype)),
-        **_parallel_arguments(config, tp_size),
+        "tp_size": int(config.tensor_model_parallel_size),
         "context_length": max_model_len + CONTEXT_MARGIN,
         "max_running_requests": int(config.max_num_seqs),
         "chunked_prefill_size": int(config.max_num_batched_tokens),
@@ -117,6 +125,8 @@ def engine_arguments(
         # Every token of the vocabulary may be in the support of a truncated distribution.
         "sampling_mask_max_tokens": int(text_config.vocab_size),
         "grammar_backend": "none",
+        # An idle scheduler would keep a core busy while the trainer computes.
+        "sleep_on_idle": True,
         "log_level": "warning",
     }
     if device == "cpu":
@@ -136,7 +146,7 @@ def engine_arguments(
         dtype=str(dtype),
         tp_size=int(kwargs["tp_size"]),
         on_cpu=device == "cpu",
-        seeds_by_request=device == "cpu" or bool(kwargs.get("enable_deterministic_inference")),
+        raw_log_probs=wants_raw_log_probs(config),
         memory_tags=("kv_cache",) if own_devices else MEMORY_TAGS,
     )
 
@@ -151,17 +161,6 @@ def _model_arguments(config: Any, model: Any, path: str, trust: bool, dtype: str
         "load_format": str(config.load_format),
         "custom_weight_loader": [LOADER],
         "json_model_override_args": json.dumps(_plain(override)),
-    }
-
-
-def _parallel_arguments(config: Any, tp_size: int) -> dict[str, Any]:
-    """SGLang's data parallelism splits attention: its `tp_size` counts all devices of the replica."""
-    data = int(config.data_parallel_size)
-    return {
-        "tp_size": tp_size,
-        "dp_size": data,
-        "enable_dp_attention": data > 1,
-        "pp_size": int(config.pipeline_model_parallel_size),
     }
 
 

@@ -17,13 +17,14 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from rlflow.checkpoint_engine.shared_memory import Segment
+from rlflow.checkpoint_engine.segments import Segment
 from rlflow.utils.errors import DeadlineError, WeightSyncError
 from rlflow.workers.rollout.base import RolloutError
 from rlflow.workers.rollout.sglang.arguments import EngineArguments
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 120.0
+# One bucket, or a checksum of all parameters; the sync has deadlines of its own.
+_LOAD_TIMEOUT_S = 600.0
 _FLUSH_PAUSE_S = 0.02
 
 
@@ -41,10 +44,13 @@ class SGLangEngine:
 
     def __init__(self, arguments: EngineArguments) -> None:
         self.arguments = arguments
+        if threading.current_thread() is threading.main_thread():
+            # A scheduler that fails sends it to this process, which would end without a word to its callers.
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         self._engine: Any = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sglang-engine")
         self._failure: RolloutError | None = None
-        self._died: asyncio.Event = asyncio.Event()
+        self._death: asyncio.Future[None] | None = None  # done when the engine has died
         self._stopping = threading.Event()
         self._replies: list[Segment] = []
         self._updating = False
@@ -57,6 +63,7 @@ class SGLangEngine:
             RolloutError: the engine did not start; the scheduler's own log says why.
         """
         loop = asyncio.get_running_loop()
+        self._death = loop.create_future()
         try:
             self._engine = await loop.run_in_executor(self._thread, self._build)
         except Exception as error:
@@ -86,11 +93,15 @@ class SGLangEngine:
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], rid: str, **options: Any
     ) -> dict[str, Any]:
-        """One request to its end; SGLang's dict of "output_ids" and "meta_info". `options`: of `GenerateReqInput`."""
+        """One request to its end, without a deadline: SGLang's dict of "output_ids" and "meta_info".
+
+        Args:
+            options: of `GenerateReqInput`.
+        """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(input_ids=prompt_ids, sampling_params=sampling, rid=rid, **options)
-        return await self._alive(anext(self._manager.generate_request(request, None)))
+        return await self._alive(anext(self._manager.generate_request(request, None)), None)
 
     def abort(self, rid: str) -> None:
         """Ask for the end of a request; it then returns what it has."""
@@ -169,10 +180,11 @@ class SGLangEngine:
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads, load_format=LOADER, flush_cache=False
         )
-        _require(await self._alive(self._manager.update_weights_from_tensor(request, None)))
+        _require(await self._alive(self._manager.update_weights_from_tensor(request, None), _LOAD_TIMEOUT_S))
         answers = [_read(reply) for reply in self._replies]
-        if errors := list(dict.fromkeys(answer["error"] for answer in answers if "error" in answer)):
-            raise WeightSyncError("; ".join(errors))
+        if errors := {answer["error"]: answer["tensors"] for answer in answers if "error" in answer}:
+            tensors = {name for names in errors.values() for name in names}
+            raise WeightSyncError("; ".join(errors), tensors=tuple(sorted(tensors)))
         return answers
 
     async def end_update(self) -> None:
@@ -212,23 +224,22 @@ class SGLangEngine:
         return self._engine.tokenizer_manager
 
     def _build(self) -> Any:
-        import sglang
+        from sglang.srt.entrypoints.engine import Engine
 
         from rlflow.workers.rollout.sglang.scheduler import run_scheduler
 
-        class Engine(sglang.Engine):
-            if self.arguments.on_cpu:
-                run_scheduler_process_func = staticmethod(run_scheduler)
+        class SeededEngine(Engine):
+            run_scheduler_process_func = staticmethod(run_scheduler)
 
         asyncio.set_event_loop(asyncio.new_event_loop())  # the engine wants one for its synchronous calls
-        engine = Engine(**self.arguments.kwargs)
+        engine = (SeededEngine if self.arguments.on_cpu else Engine)(**self.arguments.kwargs)
         # It would end this whole process when a child dies; `_watch` fails the requests by name instead.
         engine.tokenizer_manager._subprocess_watchdog.stop()
         return engine
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Wait for the death of a child process."""
-        children = {child.sentinel: child for child in multiprocessing.active_children()}
+        children: dict[Any, Any] = {child.sentinel: child for child in multiprocessing.active_children()}
         while not self._stopping.is_set():
             if gone := multiprocessing.connection.wait(list(children), timeout=1.0):
                 break
@@ -243,20 +254,23 @@ class SGLangEngine:
             f"{child.exitcode} (a negative number is a signal). Its own words are in the log of this server."
         )
         logger.error("%s", self._failure)
-        loop.call_soon_threadsafe(self._died.set)
+        assert self._death is not None
+        loop.call_soon_threadsafe(self._death.set_result, None)
 
-    async def _alive(self, call: Coroutine[Any, Any, T]) -> T:
-        """`call`, unless the engine dies meanwhile."""
+    async def _alive(self, call: Coroutine[Any, Any, T], timeout_s: float | None = CONTROL_TIMEOUT_S) -> T:
+        """`call`, unless the engine dies meanwhile, or is silent for too long. None: the caller has a deadline."""
+        assert self._death is not None
         task = asyncio.ensure_future(call)
-        death = asyncio.ensure_future(self._died.wait())
+        either: set[asyncio.Future[Any]] = {task, self._death}
         try:
-            await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
-                return task.result()
-            raise RolloutError(str(self._failure))
+                return await task
+            if self._failure is not None:
+                raise RolloutError(str(self._failure))
+            raise DeadlineError(f"SGLang's scheduler did not answer within {timeout_s or 0:.0f} s; it may hang.")
         finally:
             task.cancel()
-            death.cancel()
 
 
 def _require(result: Any) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from rlflow.utils.device import get_visible_devices_keyword
 from rlflow.utils.errors import ConfigError
 from rlflow.utils.import_utils import is_installed
-from rlflow.utils.ray_utils import ray_await
 from rlflow.workers.rollout.hf.replica import HFReplica, node_facts
-from rlflow.workers.rollout.replica import LAUNCH_TIMEOUT_S, RolloutMode
+from rlflow.workers.rollout.replica import RolloutMode
 
 
 class SGLangReplica(HFReplica):
@@ -31,7 +29,7 @@ class SGLangReplica(HFReplica):
         if self.nnodes > 1:
             raise ConfigError(
                 f"rollout.name=sglang: a replica of {self.world_size} devices does not fit a node of "
-                f"{self.gpus_per_replica_node}. Lower rollout.tensor_model_parallel_size or data_parallel_size."
+                f"{self.gpus_per_replica_node}. Lower rollout.tensor_model_parallel_size."
             )
         await super().launch_servers()
 
@@ -44,14 +42,17 @@ class SGLangReplica(HFReplica):
         own_devices = self.rollout_mode is RolloutMode.STANDALONE
         return (self.config, self.model_config, self.replica_rank, self.replicas_on_node, own_devices)
 
+    def _more_options(self) -> dict[str, Any]:
+        options = super()._more_options()
+        if "num_gpus" in options:  # a share of each device of the pool
+            options["num_gpus"] *= self.world_size
+        return options
+
     async def _node(self) -> dict[str, Any]:
         """As of the first worker, with the devices of all of them."""
         facts = await super()._node()
         keyword = get_visible_devices_keyword()
         if len(self.workers) > 1 and keyword in facts["env"]:
-            calls = [worker.__ray_call__.remote(node_facts) for worker in self.workers]
-            others = await asyncio.gather(
-                *(ray_await(call, what="a worker's node", timeout_s=LAUNCH_TIMEOUT_S) for call in calls)
-            )
-            facts["env"][keyword] = ",".join(other["env"][keyword] for other in others)
+            devices = ",".join(other["env"][keyword] for other in await self.ask_workers(node_facts))
+            facts = {**facts, "env": {**facts["env"], keyword: devices}}
         return facts

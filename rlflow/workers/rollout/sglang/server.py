@@ -11,7 +11,7 @@ import logging
 import os
 from typing import Any
 
-from rlflow.checkpoint_engine.base import TensorMeta, WeightReceipt
+from rlflow.checkpoint_engine.receipt import TensorMeta, WeightReceipt
 from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 from rlflow.workers.rollout.base import RolloutError, SamplingParams, TokenOutput, token_budget
 from rlflow.workers.rollout.sglang import translate
@@ -45,7 +45,7 @@ class SGLangServer:
         from rlflow.utils.device import get_device_name
 
         device = get_device_name()
-        os.environ.update(engine_environment(device))
+        os.environ.update(engine_environment(rollout_config, device))
         self._config, self._rank = rollout_config, replica_rank
         self._holder = f"Rollout replica {replica_rank}"
         self._arguments = engine_arguments(
@@ -122,6 +122,7 @@ class SGLangServer:
         if given := sorted(key for key, value in kwargs.items() if value):
             raise ConfigError(f"The sglang rollout adapter takes token ids only; it cannot use {', '.join(given)}.")
         params = SamplingParams.from_dict(sampling_params, ignore_eos=bool(self._config.ignore_eos))
+        translate.check_penalty(params.repetition_penalty, "sampling_params")
         budget = self._budget(prompt_ids, params, request_id)
         self._require_usable(may_wait=True)
         limit = float(timeout_s or self._config.request_timeout_s)
@@ -155,6 +156,7 @@ class SGLangServer:
         the pieces are what one run would have given.
         """
         size, eos = self._arguments.vocab_size, self._arguments.eos_token_ids
+        own = params.logprobs and not self._arguments.raw_log_probs and translate.is_truncated(params, size)
         seed = params.seed if params.seed is not None else self._draw_seed()
         tokens: list[int] = []
         log_probs: list[float] = []
@@ -169,11 +171,11 @@ class SGLangServer:
                 sampling,
                 rid,
                 return_logprob=params.logprobs,
-                return_sampling_mask=params.logprobs and translate.is_truncated(params, size),
+                return_sampling_mask=own,
             )
             self._count(answer)
             if params.logprobs:
-                log_probs += translate.log_probs_of(answer, params, size)
+                log_probs += translate.log_probs_of(answer, of_support=own)
             tokens += answer["output_ids"]
             spans += translate.version_spans_of(answer)
             reason, raw = translate.stop_reason_of(answer)
@@ -195,13 +197,10 @@ class SGLangServer:
         if self._engine.released:
             raise ContractError(f"{self._holder} sleeps: wake it up before asking for log-probs.")
         self._budget(token_ids, SamplingParams(max_tokens=1), "prompt_log_probs")
-        answer = await self._engine.generate(
-            token_ids,
-            {"max_new_tokens": 0, "temperature": 0.0},
-            f"{self._number()}:prompt-log-probs",
-            return_logprob=True,
-            logprob_start_len=0,
-        )
+        sampling = {"max_new_tokens": 0, "temperature": 0.0}
+        options = {"return_logprob": True, "logprob_start_len": 0}
+        async with asyncio.timeout(float(self._config.request_timeout_s)):
+            answer = await self._engine.generate(token_ids, sampling, f"{self._number()}:prompt-log-probs", **options)
         return translate.prompt_log_probs_of(answer, token_ids)
 
     async def announce_sessions(self, sessions: list[str], keep: list[str]) -> None:
@@ -222,7 +221,7 @@ class SGLangServer:
 
     async def resume_generation(self) -> None:
         """Admit requests again."""
-        self._weights.end_waiting()
+        await self._weights.close()
         await self._gate.open(paused=False)
 
     async def _abort_in_engine(self, request_ids: list[str]) -> None:
@@ -269,16 +268,17 @@ class SGLangServer:
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    async def begin_update(self, version: int) -> None:
+    async def begin_update(self, version: int, lora: dict[str, Any] | None = None) -> None:
         """Start the transfer of a version; what an earlier one left unfinished is forgotten.
 
         Raises:
             ContractError: the engine is neither paused nor asleep.
+            WeightSyncError: with `lora`, which announces the tensors of an adapter.
         """
-        await self._weights.begin(self._gate.at_rest)
+        await self._weights.begin(self._gate.at_rest, lora)
 
     async def load_bucket(self, metas: list[TensorMeta], path: str) -> int:
-        """Load the tensors of a bucket (see `checkpoint_engine.shared_memory`). Returns the bytes loaded.
+        """Load the tensors of a bucket (see `checkpoint_engine.segments`). Returns the bytes loaded.
 
         Raises:
             WeightSyncError: an unknown tensor, a wrong shape, or memory that cannot be read.
@@ -295,7 +295,7 @@ class SGLangServer:
         return await self._weights.finish(version, tensor_count, checksum, self._gate.at_rest)
 
     async def abandon_update(self) -> None:
-        """Give up an update; weights that it touched are not served before a later one succeeds."""
+        """Refuse to serve the present weights until the next good update."""
         await self._weights.abandon()
 
     async def weight_version(self) -> int | None:

@@ -5,7 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from rlflow.utils.errors import ConfigError
 from rlflow.workers.rollout.base import STOP_REASONS, RolloutError, SamplingParams, TokenOutput
+
+
+def check_penalty(repetition_penalty: float, where: str) -> None:
+    """SGLang penalises generated tokens, not those of the prompt, so that a continued request would change.
+
+    Raises:
+        ConfigError: a penalty other than 1.
+    """
+    if repetition_penalty != 1:
+        raise ConfigError(
+            f"{where}.repetition_penalty={repetition_penalty}: SGLang leaves the prompt out of the penalty, and "
+            "with it what a continued request generated before; other engines count both. Set it to 1.0, or use "
+            "rollout.name=hf or vllm."
+        )
 
 
 def is_truncated(params: SamplingParams, vocab_size: int) -> bool:
@@ -29,7 +44,7 @@ def sampling_arguments(
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k if 0 < params.top_k < vocab_size else (vocab_size if params.top_p < 1 else -1),
-        "repetition_penalty": params.repetition_penalty,
+        "repetition_penalty": 1.0,
         "stop_token_ids": sorted(stop),
         # With it SGLang would ignore `stop_token_ids` as well; see `SGLangServer._run`.
         "ignore_eos": params.ignore_eos and not stop,
@@ -37,16 +52,18 @@ def sampling_arguments(
     }
 
 
-def log_probs_of(answer: Mapping[str, Any], params: SamplingParams, vocab_size: int) -> list[float]:
-    """Log-probs of the sampled tokens, under the distribution they were sampled from.
+def log_probs_of(answer: Mapping[str, Any], *, of_support: bool) -> list[float]:
+    """Log-probs of the sampled tokens.
 
-    SGLang's `output_token_logprobs` know of the temperature and of penalties, not of top-k and top-p.
+    Args:
+        of_support: under the truncated distribution (the request asked for its support); else SGLang's usual ones,
+            which know of the temperature, not of top-k and top-p.
 
     Raises:
         RolloutError: not as many as tokens, or of other tokens.
     """
     tokens, meta = answer["output_ids"], answer["meta_info"]
-    if is_truncated(params, vocab_size):
+    if of_support:
         values = [float(value) for value in meta.get("output_token_sampling_logprobs") or ()]
         named = tokens
     else:

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlflow.checkpoint_engine.base import TensorMeta
 from rlflow.checkpoint_engine.checksum import combine, tensor_digest
+from rlflow.checkpoint_engine.receipt import TensorMeta, some
 from rlflow.utils.errors import WeightSyncError
 
 if TYPE_CHECKING:
@@ -38,16 +38,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOADER = "rlflow.workers.rollout.sglang.weight_loader.load"
-REPLY_BYTES = 1 << 16
-_NAMED = 5  # tensors that a message lists
-
+REPLY_BYTES = 1 << 22  # pages come into being when they are written
 _aten = torch.ops.aten
 _WRITES = {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
 
 
 @dataclass
 class _Part:
-    """Where (a part of) a sent tensor lies in a parameter. `digest`: of the bytes that belong there, if it is a part."""
+    """Where (a part of) a sent tensor lies in a parameter. `digest`: of what belongs there, if it is a part."""
 
     held: Tensor
     digest: int | None = None
@@ -108,12 +106,14 @@ class Ledger:
             raise WeightSyncError(
                 f"The trainer sent {name!r} with shape {tuple(tensor.shape)}, which the served "
                 f"{type(self._model).__name__} cannot take ({error or type(error).__name__}). Actor and rollout must "
-                "be built from the same config (actor_rollout_ref.model)."
+                "be built from the same config (actor_rollout_ref.model).",
+                tensors=(name,),
             ) from error
         if lost := [name for name in names if name not in self._parts]:
             raise WeightSyncError(
-                f"The trainer sent {_listed(lost)}, which the served {type(self._model).__name__} does not have. Actor "
-                "and rollout must be built from the same config (actor_rollout_ref.model)."
+                f"The trainer sent {some(lost)}, which the served {type(self._model).__name__} does not have. Actor "
+                "and rollout must be built from the same config (actor_rollout_ref.model).",
+                tensors=tuple(lost),
             )
 
     def names(self) -> frozenset[str]:
@@ -121,20 +121,25 @@ class Ledger:
         return frozenset(self._parts)
 
     def receipt(self) -> dict[str, Any]:
-        """{"count", "checksum"} of the tensors that the parameters hold.
+        """{"names", "checksum"} of the tensors that the parameters hold.
 
         Raises:
             WeightSyncError: a parameter that got nothing (or not all of it), or that holds something else by now.
         """
         if empty := [n for n, size in self._sizes.items() if sum(self._filled[n].values()) < size]:
             unsent = sorted(self._expected - self.names())
-            sources = f" (not sent this time: {_listed(unsent)})" if unsent else ""
-            raise WeightSyncError(f"{len(empty)} parameters got no weights in this sync: {_listed(empty)}{sources}.")
+            sources = f" (not sent this time: {some(unsent)})" if unsent else ""
+            raise WeightSyncError(
+                f"{len(empty)} parameters got no weights in this sync: {some(empty)}{sources}.",
+                tensors=tuple(unsent or empty),
+            )
         changed = [n for n, parts in self._parts.items() if any(p.digest not in (None, _bytes(p.held)) for p in parts)]
         if changed:
-            raise WeightSyncError(f"{_listed(changed)}: the parameters hold something else than what was sent.")
+            raise WeightSyncError(
+                f"{some(changed)}: the parameters hold something else than what was sent.", tensors=tuple(changed)
+            )
         digests = [self._wire.get(name) or tensor_digest(name, _plain(p[0].held)) for name, p in self._parts.items()]
-        return {"count": len(digests), "checksum": combine(digests)}
+        return {"names": sorted(self._parts), "checksum": combine(digests)}
 
     def _wrote(self, target: Any, source: Any) -> None:
         owner = self._owners.get(target.untyped_storage().data_ptr()) if isinstance(target, torch.Tensor) else None
@@ -165,18 +170,22 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     except Exception as error:  # noqa: BLE001 - it belongs to the server, which waits for the answer
         known = isinstance(error, WeightSyncError)
         logger.error("weight update: %s", error if known else traceback.format_exc())
-        answer = {"error": str(error) if known else f"{type(error).__name__}: {error}"}
+        answer = {
+            "error": str(error) if known else f"{type(error).__name__}: {error}",
+            "tensors": list(error.tensors) if isinstance(error, WeightSyncError) else [],
+        }
     write_reply(message["reply"], answer)
 
 
 def _load_bucket(model: Any, message: Mapping[str, Any]) -> dict[str, Any]:
-    from rlflow.checkpoint_engine.shared_memory import open_bucket
+    from rlflow.checkpoint_engine.segments import open_bucket
 
     ledger: Ledger | None = getattr(model, "_rlflow_ledger", None)
     if ledger is None:
         ledger = model._rlflow_ledger = Ledger(model, getattr(model, "_rlflow_names", frozenset()))
     metas = [TensorMeta(**{**meta, "shape": tuple(meta["shape"])}) for meta in message["metas"]]
-    with open_bucket(message["path"], metas) as tensors:
+    # What counts is what the parameters hold in the end.
+    with open_bucket(message["path"], metas, verify=False) as tensors:
         ledger.load(_drained(tensors))
     return {}
 
@@ -208,7 +217,9 @@ def _drained(tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
 
 def write_reply(path: str, answer: Mapping[str, Any]) -> None:
     """Length (8 bytes) and JSON into the server's memory file."""
-    body = json.dumps(answer).encode()[: REPLY_BYTES - 8]
+    body = json.dumps(answer).encode()
+    if len(body) > REPLY_BYTES - 8:
+        body = json.dumps({"error": f"an answer of {len(body)} bytes is too long", "tensors": []}).encode()
     fd = os.open(path, os.O_RDWR)
     try:
         with mmap.mmap(fd, REPLY_BYTES) as memory:
@@ -224,8 +235,3 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor_digest("", _plain(tensor).reshape(-1))
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

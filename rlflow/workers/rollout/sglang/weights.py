@@ -15,8 +15,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from typing import Any
 
-from rlflow.checkpoint_engine.base import TensorMeta, WeightReceipt
+from rlflow.checkpoint_engine.receipt import TensorMeta, WeightReceipt
 from rlflow.utils.errors import ContractError, WeightSyncError
 from rlflow.workers.rollout.sglang.engine import SGLangEngine
 
@@ -43,8 +44,13 @@ class ServedWeights:
         if self.version is None and not (may_wait and self._updating):
             raise ContractError(f"The rollout engine cannot generate: {self._refusal}.")
 
-    async def begin(self, at_rest: bool) -> None:
+    async def begin(self, at_rest: bool, lora: dict[str, Any] | None = None) -> None:
         """Start an update; what an earlier one left unfinished is forgotten."""
+        if lora is not None:
+            raise WeightSyncError(
+                f"{self._holder}: rlflow's sglang engine takes merged weights, no adapter. Set "
+                "actor_rollout_ref.model.lora.merge=true."
+            )
         _require_rest(at_rest)
         await self._engine.begin_update()
         self._bytes = 0
@@ -70,21 +76,31 @@ class ServedWeights:
         try:
             answers = await self._engine.tell({"op": "receipt"})
         except WeightSyncError as error:
-            await self._fail(WeightSyncError(f"weight version {version}: {error}"))
-        await self.abandon()
+            error.args = (f"weight version {version}: {error}",)
+            await self._fail(error)
+        await self.close()
         await self._engine.flush()
         # Ranks of one model that differ among themselves are reported by the one that differs from what was sent.
-        counts = [(int(answer["count"]), int(answer["checksum"])) for answer in answers]
+        counts = [(len(answer["names"]), int(answer["checksum"])) for answer in answers]
         found = next((count for count in counts if count != (tensor_count, checksum)), counts[0])
         if found == (tensor_count, checksum):
             await self._engine.label(version)
             self.version = version
         else:
             logger.error("%s: version %d holds %s, sent %s", self._holder, version, found, (tensor_count, checksum))
-        return WeightReceipt(version, found[0], self._bytes, found[1], time.perf_counter() - started, self._holder)
+        seconds = time.perf_counter() - started
+        names = {name for answer in answers for name in answer["names"]}
+        return WeightReceipt(
+            version, found[0], self._bytes, found[1], seconds, self._holder, names=tuple(sorted(names))
+        )
 
     async def abandon(self) -> None:
-        """Give up the update that is open, if one is. Weights that it touched are not served."""
+        """Refuse to serve the present weights until the next good update."""
+        self._invalidate()
+        await self.close()
+
+    async def close(self) -> None:
+        """Generation goes on. An update that is still open has failed: requests are then refused, not kept."""
         self._updating = False
         await self._engine.end_update()
 
@@ -94,17 +110,14 @@ class ServedWeights:
             await self._engine.label(version)
             self.version = version
 
-    def end_waiting(self) -> None:
-        """Generation goes on. An update that is still open has failed: requests are then refused, not kept."""
-        self._updating = False
-
     def _invalidate(self) -> None:
         self._updating, self.version = True, None
         self._refusal = "its last weight update did not finish"
 
     async def _fail(self, error: WeightSyncError) -> None:
-        await self.abandon()
-        raise WeightSyncError(f"{self._holder}: {error}") from error
+        await self.close()
+        error.args = (f"{self._holder}: {error}",)
+        raise error
 
 
 def _require_rest(at_rest: bool) -> None:
