@@ -27,6 +27,11 @@ def check_engine(c: TypedConfig, problems: list[str], notices: list[str]) -> Non
         )
     problems.extend(_unsupported(row, key, value, able, instead) for key, value, able, instead in _asked(c, row))
     _check_truncation(c, notices)
+    if c.rollout.nnodes > 0:
+        notices.append(
+            f"rollout.nnodes={c.rollout.nnodes} has no effect with trainer.v1.trainer_mode=sync: replicas share the "
+            "trainer's devices"
+        )
 
 
 def _asked(c: TypedConfig, row: EngineCapabilities) -> list[tuple[str, Any, tuple[str, ...], str]]:

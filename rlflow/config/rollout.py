@@ -111,8 +111,8 @@ class RolloutConfig(BaseConfig):
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
     agent: AgentLoopConfig = field(default_factory=AgentLoopConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
-    checkpoint_manager_class: str | None = None
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    checkpoint_manager_class: str | None = None
     engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"hf": {}, "vllm": {}, "sglang": {}})
 
     def __post_init__(self) -> None:

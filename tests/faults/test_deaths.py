@@ -6,11 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from rlflow.observe.journal import read_lines
 from rlflow.trainer.ppo.trainer_sync import PPOTrainerSync
 from rlflow.utils.errors import ContractError, DeadlineError
 
@@ -59,23 +61,39 @@ def faulty(faults: dict[int, Callable[[PPOTrainerSync], None]]) -> type[Faulty]:
     return type("Faulty", (Faulty,), {"faults": faults})
 
 
-def kill(title: str) -> Callable[[PPOTrainerSync], None]:
-    return lambda trainer: process_of(title).kill()
+def kill(*titles: str) -> Callable[[PPOTrainerSync], None]:
+    return lambda trainer: [process_of(title).kill() for title in titles][0]
 
 
-def test_agent_and_reward_workers_come_back_and_a_dead_rollout_replica_is_named(
-    run_trainer: Run, tiny_overrides: list[str], read_metrics: Callable[[], list[dict[str, Any]]]
+def test_workers_and_a_rollout_replica_come_back_and_one_that_dies_too_often_is_named(
+    run_trainer: Run,
+    tiny_overrides: list[str],
+    read_metrics: Callable[[], list[dict[str, Any]]],
+    tmp_path: Path,
 ) -> None:
-    trainer_cls = faulty({1: kill("AgentLoopWorker"), 2: kill("RewardLoopWorker"), 3: kill("HFServer")})
+    trainer_cls = faulty({1: kill("AgentLoopWorker"), 2: kill("HFServer"), 3: kill("RewardLoopWorker", "HFServer")})
+    budget = "actor_rollout_ref.rollout.supervisor.max_restarts=1"
     with pytest.raises(ContractError) as error:
-        run_trainer([*tiny_overrides, *LONG, "trainer.total_training_steps=3"], trainer_cls)
+        run_trainer([*tiny_overrides, *LONG, budget, "trainer.total_training_steps=3"], trainer_cls)
     assert time.monotonic() - trainer_cls.happened < 60
-    assert "None of the 2 sampled prompts of step 3 has a trajectory: every session failed" in str(error.value)
-    assert "no rollout server is alive" in str(error.value)
-    first, second = read_metrics()
+    text = str(error.value)
+    assert "None of the 2 sampled prompts of step 3 has a trajectory: every session failed" in text
+    assert "no rollout server is alive, replica 0 is dead" in text and "max_restarts=1 is used up" in text
+    first, second = (line["data"] for line in read_metrics())
     for line in (first, second):
-        assert "training/rollout_failure/groups" not in line["data"], "both workers' sessions were done again"
-        assert line["data"]["training/reward/invalid"] == 0
+        assert "training/rollout_failure/groups" not in line, "sessions of both steps were done again"
+        assert line["training/reward/invalid"] == 0
+    assert (first["supervisor/replicas_lost"], first["supervisor/replicas_serving"]) == (0, 1)
+    assert (second["supervisor/replicas_lost"], second["supervisor/restarts"]) == (1, 1)
+    events = list(read_lines(tmp_path / "checkpoints" / "events.jsonl"))
+    replica = [(e["event"], e["step"]) for e in events if e["event"].startswith("replica_")]
+    assert replica == [
+        ("replica_serving", 0),
+        *((f"replica_{what}", 2) for what in ("lost", "restarting", "restarted", "serving")),
+        *((f"replica_{what}", 3) for what in ("lost", "gone")),
+    ]
+    trained = [e for e in events if e["event"] == "trained"]
+    assert [(len(e["uids"]), e["rows"]) for e in trained] == [(2, 6), (2, 6)], "two prompts of three sessions a step"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +119,8 @@ def test_a_stopped_rollout_server_ends_the_run_with_a_report(run_trainer: Run, t
         os.kill(stopped[0], signal.SIGSTOP)
 
     trainer_cls = faulty({1: stop})
-    limits = ["trainer.stall_timeout_s=8", "trainer.call_timeout_s=1234"]
+    nobody_watches = "actor_rollout_ref.rollout.supervisor.enable=false"
+    limits = ["trainer.stall_timeout_s=8", "trainer.call_timeout_s=1234", nobody_watches]
     try:
         with pytest.raises(DeadlineError) as error:
             run_trainer([*tiny_overrides, *LONG, *limits], trainer_cls)

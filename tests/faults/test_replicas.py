@@ -56,7 +56,7 @@ class System:
         manager = CheckpointEngineManager(rollout.checkpoint_engine, self.workers, self.servers.get_replicas())
         settings = SupervisorConfig(heartbeat_s=HEARTBEAT_S, hang_timeout_s=HANG_S, **supervisor)
         self.supervisor = ReplicaSupervisor(settings, self.servers.get_replicas(), self.servers.global_load_balancer)
-        self.sync = SupervisedSync(manager, rollout, self.workers, self.servers, self.supervisor)
+        self.sync = SupervisedSync(manager, self.workers, self.servers, self.supervisor)
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.supervisor.on_event = lambda name, **facts: self.events.append((name, facts))
         self.supervisor.start()

@@ -1,7 +1,7 @@
 import pytest
 
 from rlflow.utils.errors import ConfigError
-from rlflow.workers.rollout.load_balancer import GlobalRequestLoadBalancer
+from rlflow.workers.rollout.load_balancer import Ask, GlobalRequestLoadBalancer
 from rlflow.workers.rollout.replica import RolloutReplicaRegistry, get_rollout_replica_class
 
 
@@ -82,6 +82,27 @@ def test_unknown_engines_are_refused_and_own_ones_can_be_registered(monkeypatch)
     monkeypatch.setattr(RolloutReplicaRegistry, "_loaders", dict(RolloutReplicaRegistry._loaders))
     RolloutReplicaRegistry.register("mine", lambda: dict)
     assert get_rollout_replica_class("mine") is dict
+
+
+def test_under_full_determinism_the_name_decides_whatever_the_load():
+    names = [f"e0r{i}_0" for i in range(60)]
+    balancers = [GlobalRequestLoadBalancer({"a": "A", "b": "B", "c": "C"}, full_determinism=True) for _ in range(2)]
+    balancers[1].acquire_server("heavy", 10_000)
+    chosen = [{name: balancer.acquire_server(name, 7)[0] for name in names} for balancer in balancers]
+    assert chosen[0] == chosen[1] and set(chosen[0].values()) == {"a", "b", "c"}
+
+
+def test_several_requests_are_leased_in_one_call_and_handles_are_sent_once(balancer):
+    asks = [Ask(f"t{i}", 10, f"lease{i}", 60.0) for i in range(6)]
+    answer = balancer.lease_many(asks)
+    assert answer.servers == ["a", "b", "c", "a", "b", "c"] and answer.handles == {"a": "A", "b": "B", "c": "C"}
+    assert balancer.lease_many([asks[0]], answer.epoch).handles is None
+    balancer.give_back([ask.lease_id for ask in asks] + ["unknown"])
+    assert balancer.get_total_inflight() == 0 and balancer.get_status()["a"]["tokens"] == 0
+    balancer.report_dead("a")
+    balancer.report_dead("a")
+    after = balancer.lease_many([asks[0]], answer.epoch)
+    assert after.servers == ["b"] and set(after.handles) == {"b", "c"} and balancer.get_reissued() == 2
 
 
 class Server:

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import open_dict
 
-from rlflow.checkpoint_engine.manager import CheckpointEngineManager
+from rlflow.checkpoint_engine.manager import CheckpointEngineManager, build_manager
 from rlflow.config import HFModelConfig, SupervisorConfig, omega_conf_to_dataclass
 from rlflow.config.parallel_checks import split_over
 from rlflow.reward_loop import RewardLoopManager
@@ -137,12 +137,12 @@ def _weight_sync(
     """Who brings weights to the replicas, and who watches them (nobody: `rollout.supervisor.enable=false`)."""
     rollout = config.actor_rollout_ref.rollout
     replicas = server_manager.get_replicas()
-    manager = CheckpointEngineManager(rollout.checkpoint_engine, actor_wg, replicas)
+    manager = build_manager(rollout, actor_wg, replicas, backend="naive")
     settings = omega_conf_to_dataclass(rollout.supervisor, SupervisorConfig)
     if not settings.enable:
         return manager, None
     supervisor = ReplicaSupervisor(settings, replicas, server_manager.global_load_balancer)
-    sync = SupervisedSync(manager, rollout, actor_wg, server_manager, supervisor)
+    sync = SupervisedSync(manager, actor_wg, server_manager, supervisor)
     supervisor.start()
     return sync, supervisor
 

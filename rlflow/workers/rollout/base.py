@@ -5,13 +5,18 @@ The wire format is the reference's: sampling parameters travel as a plain dict, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field
 
-from rlflow.utils.errors import ContractError, RlflowError
+from rlflow.utils.errors import ConfigError, ContractError, RlflowError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STOP_REASONS = ("stop", "length", "abort")
 
@@ -25,7 +30,8 @@ class TokenOutput(BaseModel):
 
     `log_probs[i]` belongs to `token_ids[i]` under the distribution it was sampled from; None unless asked for.
     `stop_reason`: "stop" (a stop token, which is part of `token_ids`), "length" or "abort" (what was there so far).
-    `extra_fields`: `global_steps` (weight version), `min_global_steps`, `max_global_steps`, `raw_stop_reason`.
+    `extra_fields`: `global_steps` (newest weight version), `min_global_steps`, `max_global_steps`, `raw_stop_reason`,
+    `version_spans` ([[version, tokens], ...] over all tokens, see `pieces`).
     """
 
     token_ids: list[int]
@@ -125,3 +131,53 @@ def token_budget(
     if wanted is None:
         wanted = min(response_length, prompt_length + response_length - prompt_tokens)
     return max(1, min(wanted, room))
+
+
+class BaseRollout(ABC):
+    """The trainer's end of a rollout server, for code that drives one by hand (runs use `CheckpointEngineManager`).
+
+    Args:
+        config: `actor_rollout_ref.rollout`.
+        model_config: `actor_rollout_ref.model`.
+        device_mesh: of the ranks that share the server; unused by servers in processes of their own.
+    """
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.config, self.model_config, self.device_mesh = config, model_config, device_mesh
+
+    @abstractmethod
+    async def resume(self, tags: list[str]) -> None:
+        """Take back what `release` freed: "weights", "kv_cache"."""
+
+    @abstractmethod
+    async def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]], wire_format: str = "named_tensors", **kwargs: Any
+    ) -> Any:
+        """Send all weights; the server must be at rest. `global_steps=` is their version."""
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Free the device for training; requests that come now wait."""
+
+    def generate_sequences(self, prompts: Any) -> Any:
+        """Not here: requests go to the server, through `LLMServerClient`."""
+        raise NotImplementedError("a rollout server is asked through LLMServerClient.generate")
+
+
+def get_rollout_class(name: str, mode: str = "async") -> type[BaseRollout]:
+    """The adapter of an engine: dotted path by (name, mode), imported on use.
+
+    Raises:
+        ConfigError: no such engine, or a mode in which there are no servers.
+    """
+    try:
+        module, _, attribute = _ROLLOUT_CLASSES[name, mode].rpartition(".")
+    except KeyError:
+        known = ", ".join(f"{n} ({m})" for n, m in sorted(_ROLLOUT_CLASSES))
+        raise ConfigError(f"no rollout adapter for name={name!r}, mode={mode!r}; there is {known}") from None
+    found: type[BaseRollout] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+_ADAPTER = "rlflow.workers.rollout.adapter.ServerAdapter"
+_ROLLOUT_CLASSES = {(name, "async"): _ADAPTER for name in ("hf", "vllm", "sglang")}

@@ -135,6 +135,7 @@ class GlobalRequestLoadBalancer:
         self._sticky.move_to_end(ask.conversation)
         while len(self._sticky) > self._max_cache_size:
             self._sticky.popitem(last=False)
+        self.give_back([ask.lease_id])  # asked twice, it counts once
         self._leases[ask.lease_id] = (server_id, ask.tokens, time.monotonic() + ask.lease_s)
         self._tokens[server_id] += ask.tokens
         return server_id

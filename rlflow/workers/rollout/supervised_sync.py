@@ -47,7 +47,6 @@ class SupervisedSync:
 
     Args:
         manager: of all replicas, at first.
-        config: `actor_rollout_ref.rollout`.
         actor_wg: the trainer's workers, with `bind_rollout`.
         server_manager: knows the present servers.
         supervisor: of the same replicas; it is told how to deliver weights.
@@ -56,17 +55,15 @@ class SupervisedSync:
     def __init__(
         self,
         manager: CheckpointEngineManager,
-        config: Any,
         actor_wg: Any,
         server_manager: LLMServerManager,
         supervisor: ReplicaSupervisor,
     ) -> None:
-        self._manager, self._config, self._actor_wg = manager, config, actor_wg
+        self._manager, self._actor_wg = manager, actor_wg
         self._server_manager, self._supervisor = server_manager, supervisor
         self._gate = threading.Lock()
         self._serving = False
         self._version: int | None = None
-        self._members = {w.replica.replica_rank for w in supervisor.watched}
         self._bound: set[str] = {w.replica.server_id for w in supervisor.watched}
         supervisor.deliver = self._deliver
 
@@ -150,22 +147,24 @@ class SupervisedSync:
         present = [w.replica for w in supervisor.watched if w.state in states]
         if new_ones_too and not present:
             raise RolloutError(f"No rollout replica can take weights: {'; '.join(supervisor.describe())}.")
-        ranks = {replica.replica_rank for replica in present}
-        self._manager.remove_replicas([w.replica for w in supervisor.watched if w.replica.replica_rank not in ranks])
-        self._manager.add_replicas([replica for replica in present if replica.replica_rank not in self._members])
-        self._members = ranks
-        await self._bind(present)
-        return ranks
+        return await self._include(present)
 
-    async def _bind(self, replicas: list[RolloutReplica]) -> None:
-        """Let the trainer's ranks feed exactly these."""
+    async def _include(self, replicas: list[RolloutReplica]) -> set[int]:
+        """Let the manager know, and the trainer's ranks feed, exactly these servers; their ranks."""
+        ranks = {replica.replica_rank for replica in replicas}
         wanted = {replica.server_id for replica in replicas}
         if wanted != self._bound:
+            # A new life of a server is new to the manager, too: what it remembers of the old one is over.
+            stale = self._bound
             self._bound = set()
-            ranks = {replica.replica_rank for replica in replicas}
+            self._manager.remove_replicas(
+                [w.replica for w in self._supervisor.watched if w.replica.server_id not in stale & wanted]
+            )
+            self._manager.add_replicas([replica for replica in replicas if replica.server_id not in stale])
             handles = self._server_manager.handles_by_worker(only=ranks)
             await asyncio.to_thread(self._actor_wg.bind_rollout, handles)
             self._bound = wanted
+        return ranks
 
     async def _deliver(self, w: Watched) -> bool:
         """In the supervisor's thread: give a waiting replica the weights that are served, if the trainer rests."""
@@ -181,11 +180,10 @@ class SupervisedSync:
             self._gate.release()
 
     async def _send(self, replica: RolloutReplica, version: int) -> None:
-        """The trainer's present weights to one replica at rest; the others go on serving."""
-        await self._bind([replica])
-        alone = CheckpointEngineManager(self._config.checkpoint_engine, self._actor_wg, [replica])
-        alone.state = SyncState.ASLEEP
-        await alone.update_weights(version)
+        """The trainer's present weights to one replica; the others go on serving."""
+        serving = [w.replica for w in self._supervisor.watched if w.state is ReplicaState.SERVING]
+        await self._include([*serving, replica])
+        await self._manager.update_weights(version, replicas=[replica])
 
     @asynccontextmanager
     async def _alone(self, what: str) -> AsyncIterator[None]:
