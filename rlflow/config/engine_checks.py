@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from rlflow.config.problems import choice
+from rlflow.utils.import_utils import is_installed
 from rlflow.workers.rollout.capabilities import CAPABILITIES, EngineCapabilities
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def check_engine(c: TypedConfig, problems: list[str], notices: list[str]) -> Non
     if row is None:
         problems.append(choice(f"{ROLLOUT}.name", c.rollout.name, CAPABILITIES, "is no rollout engine"))
         return
-    if row.packages and not any(importlib.util.find_spec(package) for package in row.packages):
+    if row.packages and not any(is_installed(package) for package in row.packages):
         problems.append(
             f"{ROLLOUT}.name={row.name}: {' or '.join(row.packages)} is not installed here.\n"
             f"    try:    pip install 'rlflow[{row.extra}]', or {ROLLOUT}.name=hf"

@@ -86,7 +86,9 @@ class RolloutConfig(BaseConfig):
     prompt_length: int = 512
     response_length: int = 512
     dtype: str = "bfloat16"
+    gpu_memory_utilization: float = 0.5
     ignore_eos: bool = False
+    enforce_eager: bool = False
     free_cache_engine: bool = True
     tensor_model_parallel_size: int = 2
     data_parallel_size: int = 1
@@ -94,6 +96,12 @@ class RolloutConfig(BaseConfig):
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
     max_num_seqs: int = 256
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    logprobs_mode: str = "processed_logprobs"
+    skip_tokenizer_init: bool = True
+    disable_log_stats: bool = True
     load_format: str = "dummy"
     log_prob_micro_batch_size_per_gpu: int | None = None
     log_prob_use_dynamic_bsz: bool = False
@@ -105,7 +113,7 @@ class RolloutConfig(BaseConfig):
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     checkpoint_manager_class: str | None = None
-    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"hf": {}})
+    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"hf": {}, "vllm": {}, "sglang": {}})
 
     def __post_init__(self) -> None:
         if self.mode != "async":

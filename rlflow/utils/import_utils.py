@@ -22,6 +22,12 @@ from rlflow.utils.errors import ConfigError
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported. A folder of that name without code (./wandb of offline runs) is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
 def load_module(path: str, module_name: str | None = None) -> ModuleType:
     """Import a module from `pkg://a.b`, `file:///x/y.py` or a file path.
 

@@ -6,8 +6,9 @@ Light on purpose: the checks ask it before Ray starts, and nothing is imported t
 from __future__ import annotations
 
 import difflib
-import importlib.util
 from collections.abc import Iterable
+
+from rlflow.utils.import_utils import is_installed
 
 # name -> packages that must be importable; the extra of pyproject.toml that brings them has the tracker's name.
 TRACKERS: dict[str, tuple[str, ...]] = {
@@ -49,10 +50,4 @@ def tracker_problem(name: str) -> str | None:
 
 def missing_packages(name: str) -> list[str]:
     """The packages a known tracker needs and this environment has not."""
-    return [package for package in TRACKERS[name] if not _is_installed(package)]
-
-
-def _is_installed(package: str) -> bool:
-    # A folder ./wandb (where offline runs go) passes for a package without an origin.
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
+    return [package for package in TRACKERS[name] if not is_installed(package)]
