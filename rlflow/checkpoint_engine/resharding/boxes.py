@@ -86,14 +86,10 @@ def local_shape(part: Part) -> tuple[int, ...]:
     """Shape of the local tensor that the boxes tile. `ValueError`: they overlap or leave holes in it."""
     if not part:
         return (0,)
-    shape = tuple(max(at + n for at, n in zip(ends, sizes, strict=True)) for ends, sizes in _by_dimension(part))
+    shape = tuple(max(box.local[dim] + box.size[dim] for box in part) for dim in range(len(part[0].size)))
     if prod(shape) != sum(box.numel for box in part):
         raise ValueError(f"boxes {part} do not tile a local tensor of shape {shape}")
     return shape
-
-
-def _by_dimension(part: Part) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return list(zip(zip(*(box.local for box in part), strict=True), zip(*(box.size for box in part), strict=True)))
 
 
 def plan_transfers(

@@ -33,7 +33,7 @@ class Parameter:
 
     Attributes:
         dtype: on the wire.
-        shape: of the local tensor that the rank wants; None when it wants nothing.
+        shape: of the local tensor that `run` makes for this rank; None when it wants nothing, or has one to fill.
         sends, receives: transfers from and to this rank, sorted by the other rank; copies are in neither.
         copies: transfers within this rank.
     """
@@ -60,18 +60,18 @@ class Resharder:
     """A change of layout, planned once and run at each sync; built by `plan_reshard`.
 
     Attributes:
+        buckets: parameters that travel together, in order.
         counts: of the last run.
-        expected_bytes: that this rank receives in one run.
     """
 
-    parameters: list[list[Parameter]]
+    buckets: list[list[Parameter]]
     group: Any = None
     counts: ReshardCounts = field(default_factory=ReshardCounts)
 
     @property
     def expected_bytes(self) -> int:
         """Bytes that this rank receives in one run."""
-        return sum(t.numel * p.dtype.itemsize for bucket in self.parameters for p in bucket for t in p.receives)
+        return sum(t.numel * p.dtype.itemsize for bucket in self.buckets for p in bucket for t in p.receives)
 
     def run(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(name, local part) of what this rank wants, a bucket at a time. *Collective.*
@@ -80,14 +80,15 @@ class Resharder:
             tensors: what this rank holds, by name; CPU or device memory, as the process group needs it.
         """
         self.counts = ReshardCounts()
-        for bucket in self.parameters:
-            started = time.perf_counter()
-            filled = self._exchange(bucket, tensors)
-            self.counts.seconds += time.perf_counter() - started
-            yield from filled
+        for bucket in self.buckets:
+            yield from self.exchange(bucket, tensors)
 
     @torch.no_grad()
-    def _exchange(self, bucket: Sequence[Parameter], tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    def exchange(
+        self, bucket: Sequence[Parameter], tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None
+    ) -> list[tuple[str, Tensor]]:
+        """One bucket of `run`; adds to `counts`. With `into` it fills those tensors, and returns those it filled."""
+        started = time.perf_counter()
         world = dist.get_world_size(self.group)
         device = next((t.device for t in tensors.values()), torch.device("cpu"))
         outgoing, out_sizes = _pack(bucket, tensors, world, device)
@@ -99,7 +100,9 @@ class Resharder:
         dist.all_to_all_single(incoming, outgoing, in_sizes, out_sizes, group=self.group)
         self.counts.received_bytes += incoming.numel()
         self.counts.sent_bytes += outgoing.numel()
-        return _unpack(bucket, tensors, incoming, in_sizes)
+        filled = _unpack(bucket, tensors, incoming, in_sizes, into or {})
+        self.counts.seconds += time.perf_counter() - started
+        return filled
 
 
 def _pack(
@@ -117,17 +120,23 @@ def _pack(
 
 
 def _unpack(
-    bucket: Sequence[Parameter], tensors: Mapping[str, Tensor], incoming: Tensor, in_sizes: Sequence[int]
+    bucket: Sequence[Parameter],
+    tensors: Mapping[str, Tensor],
+    incoming: Tensor,
+    in_sizes: Sequence[int],
+    into: Mapping[str, Tensor],
 ) -> list[tuple[str, Tensor]]:
     offsets = [sum(in_sizes[:rank]) for rank in range(len(in_sizes))]
     filled = []
     for parameter in bucket:
-        # Receives of a parameter are in the order in which their sources packed them.
-        local = None
-        if parameter.shape is not None:
+        if not parameter.receives and not parameter.copies:
+            continue
+        local = into.get(parameter.name)
+        if local is None:
+            assert parameter.shape is not None
             local = torch.empty(parameter.shape, dtype=parameter.dtype, device=incoming.device)
+        # Receives of a parameter are in the order in which their sources packed them.
         for transfer in parameter.receives:
-            assert local is not None
             size = transfer.numel * parameter.dtype.itemsize
             begin = offsets[transfer.source]
             offsets[transfer.source] += size
@@ -135,10 +144,8 @@ def _unpack(
             values = incoming[begin : begin + size].clone().view(parameter.dtype)
             local[transfer.put].copy_(values.view(transfer.size))
         for transfer in parameter.copies:
-            assert local is not None
             local[transfer.put].copy_(tensors[parameter.name][transfer.take].to(parameter.dtype))
-        if local is not None:
-            filled.append((parameter.name, local))
+        filled.append((parameter.name, local))
     return filled
 
 
@@ -151,6 +158,7 @@ def plan_reshard(
     bucket_bytes: int = BUCKET_BYTES,
     wire_type: WireType | None = None,
     home: Sequence[int] | None = None,
+    fills: bool = False,
 ) -> Resharder:
     """Agree with the other ranks on who sends what. *Collective.*
 
@@ -161,6 +169,7 @@ def plan_reshard(
         bucket_bytes: of one rank's wanted parts that are in flight at once.
         wire_type: (name, stored type) -> type of the values that arrive; None: as stored.
         home: see `plan_transfers`.
+        fills: the wanted boxes lie in tensors that the caller has (`exchange(into=...)`), and need not tile them.
 
     Raises:
         ValueError: a wanted part that the ranks do not hold, or parts that overlap.
@@ -187,7 +196,7 @@ def plan_reshard(
             Parameter(
                 name,
                 dtype,
-                local_shape(part) if part else None,
+                local_shape(part) if part and not fills else None,
                 sends=tuple(t for t in transfers if t.source == rank != t.target),
                 receives=tuple(t for t in transfers if t.target == rank != t.source),
                 copies=tuple(t for t in transfers if t.source == rank == t.target),

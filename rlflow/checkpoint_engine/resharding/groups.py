@@ -80,6 +80,12 @@ class HybridGroups:
         """Size of a micro-DP group."""
         return (self.p * self.t) // (self.p_g * self.t_g)
 
+    @property
+    def micro_dp_of(self) -> list[int]:
+        """Number of the micro-DP group of each rank."""
+        number = {rank: i for i, group in enumerate(self.micro_dp) for rank in group}
+        return [number[rank] for rank in range(self.world_size)]
+
     def slot_of(self, rank: int) -> tuple[int, int]:
         """(pi_g, tau_g): the place of a rank in its replica."""
         pi, tau = self.train_piece[rank]

@@ -51,7 +51,7 @@ class Segment:
         """(start, length) of one of `slots` ranks. With fewer units than ranks, several ranks have the same one."""
         if self.size % self.units or (self.units % slots and slots % self.units):
             raise UnsplittableError(
-                f"{self.size} rows or columns in {self.units} inseparable parts cannot be shared evenly by {slots} ranks"
+                f"{self.size} rows or columns in {self.units} inseparable parts cannot be shared by {slots} ranks"
             )
         unit = self.size // self.units
         count = max(1, self.units // slots)
@@ -67,7 +67,7 @@ class ParamSplit:
 
     @property
     def kind(self) -> str:
-        """ "column", "row" or "replicated", as the literature calls them."""
+        """As the literature calls it: column, row or replicated."""
         if self.dim is None:
             return "replicated"
         return "row" if self.dim == -1 else "column"

@@ -72,6 +72,13 @@ TIME = (
         "`gen` far above the rest: a few long answers hold everyone up",
     ),
     Entry(
+        "timing_s/reshard",
+        "part of the weight sync in which trainer ranks exchange parts of weights, where the ranks of a tensor-parallel "
+        "replica share the gathering",
+        "s",
+        MAX,
+    ),
+    Entry(
         "timing_per_token_ms/<stage>",
         "the same a token (response tokens for `gen`, else all tokens of the batch)",
         "ms",
@@ -97,6 +104,13 @@ TIME = (
         "preemptions",
         AS_NAMED,
         "not 0: the cache is too small",
+    ),
+    Entry(
+        "perf/reshard_bytes",
+        "bytes of weights that a trainer rank received in a sync, the largest of all ranks; with a full gather the "
+        "metric is absent",
+        "bytes",
+        MAX,
     ),
     Entry("perf/time_per_step", "equal to `timing_s/step`", "s", SUM),
     Entry("perf/total_num_tokens", "prompt and response tokens of the step", "tokens", SUM),

@@ -119,6 +119,16 @@ class RayResourcePool(ResourcePool):
             request[self.accelerator_type] = _TINY
         return request
 
+    def _target_nodes(self, strategy: str, found: Sequence[cluster.Node]) -> list[str | None]:
+        """The node that each group should be on, if it has room.
+
+        Devices are counted by node, so groups of devices find their nodes. Bundles of CPU are small: Ray would put the
+        processes of several nodes on one.
+        """
+        if self.use_gpu or strategy != "STRICT_PACK":  # Ray takes the wish of strictly packed groups only
+            return [None] * len(self._store)
+        return [found[i % len(found)].node_id for i in range(len(self._store))]
+
     def _reserve(self, strategy: str, name: str) -> list[PlacementGroup]:
         found = cluster.nodes()
         check_fits(self, found, one_node_each=strategy.startswith("STRICT"))
@@ -131,8 +141,9 @@ class RayResourcePool(ResourcePool):
                 strategy=strategy,
                 name=f"{name}_{suffix}_{i}",
                 lifetime="detached" if self.detached else None,
+                _soft_target_node_id=target,
             )
-            for i, bundles in enumerate(requests)
+            for i, (bundles, target) in enumerate(zip(requests, self._target_nodes(strategy, found), strict=True))
         ]
         for group, bundles in zip(groups, requests, strict=True):
             if not group.wait(self.placement_timeout_s):

@@ -1,4 +1,4 @@
-"""The ranks of `test_executor.py`: `python reshard_job.py FOLDER WORLD_SIZE` forks them, so that one import serves all."""
+"""The ranks of `test_executor.py`: `python reshard_job.py FOLDER WORLD_SIZE` forks them after one import for all."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 from rlflow.checkpoint_engine.resharding import layouts
+from rlflow.checkpoint_engine.resharding.assembly import plan_assembly
 from rlflow.checkpoint_engine.resharding.boxes import Part, local_shape
 from rlflow.checkpoint_engine.resharding.executor import plan_reshard
 from rlflow.checkpoint_engine.resharding.groups import plan_hybrid_groups
@@ -63,6 +64,7 @@ def check(
     wanted: Mapping[str, Part],
     local: Mapping[str, Tensor],
     dtype: torch.dtype = torch.float32,
+    home: list[int] | None = None,
 ) -> dict[str, int]:
     """Reshard twice, compare every value, and return what was counted beside what was expected."""
     resharder = plan_reshard(
@@ -71,8 +73,9 @@ def check(
         wanted,
         bucket_bytes=20_000,
         wire_type=lambda name, stored: dtype,
+        home=home,
     )
-    assert len(resharder.parameters) > 2, "several buckets"
+    assert len(resharder.buckets) > 2, "several buckets"
     before = {name: value.clone() for name, value in local.items()}
     for _ in range(2):
         got = dict(resharder.run(local))
@@ -100,7 +103,8 @@ def tensor_parallel(config: Any, sizes: tuple[int, int, int, int, int]) -> dict[
     splits = split_weights(config, shapes)
     held = layouts.training_parts(plan, shapes, splits, layers, rank)
     wanted = layouts.generation_parts(plan, shapes, splits, layers, rank)
-    report = check(full, held, wanted, {name: take(full[name], part) for name, part in held.items()})
+    local = {name: take(full[name], part) for name, part in held.items()}
+    report = check(full, held, wanted, local, home=plan.micro_dp_of)
     split = [name for name in full if splits[name].dim is not None]
     return report | {"split_bytes": sum(full[name].numel() * 4 for name in split)}
 
@@ -121,6 +125,24 @@ def fsdp(config: Any, dtype: torch.dtype) -> dict[str, int]:
     return check(full, held, wanted, local, dtype)
 
 
+def assembled(config: Any) -> dict[str, int]:
+    """What the rank that feeds a replica of two gets: every tensor whole, put together by both ranks."""
+    model, full = build(config)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    stored = {name: value.detach() for name, value in model.named_parameters()}
+    assembly = plan_assembly(stored, 2, bucket_bytes=20_000, wire_type=lambda name, dtype: torch.bfloat16)
+    for _ in range(2):
+        got = {name: value.clone() for name, value in assembly.run(stored)}
+        if dist.get_rank() % 2:
+            assert not got
+        else:
+            assert list(got) == list(full)
+            assert all(torch.equal(value, full[name].bfloat16()) for name, value in got.items())
+    size = sum(value.numel() * 2 for value in full.values())
+    return {"received": assembly.counts.received_bytes, "model": size}
+
+
 def run_rank(folder: Path, rank: int, world: int) -> None:
     store = dist.FileStore(str(folder / "rendezvous"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
@@ -133,6 +155,8 @@ def run_rank(folder: Path, rank: int, world: int) -> None:
         "fsdp4_to_tp2": fsdp(llama, torch.float32),
         "fsdp4_to_tp2_bf16": fsdp(llama, torch.bfloat16),
         "phi_fsdp4_to_tp2": fsdp(phi, torch.float32),
+        "assembled": assembled(llama),
+        "phi_assembled": assembled(phi),
     }
     (folder / f"rank_{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()

@@ -61,3 +61,13 @@ def test_a_narrower_wire_type_halves_the_traffic(reports: list[dict[str, dict[st
 
 def test_equal_layouts_move_nothing(reports: list[dict[str, dict[str, int]]]) -> None:
     assert [report["tp4_to_tp4"]["received"] for report in reports] == [0] * WORLD
+
+
+@pytest.mark.parametrize("model", ["assembled", "phi_assembled"])
+def test_ranks_of_a_replica_put_its_weights_together(reports: list[dict[str, dict[str, int]]], model: str) -> None:
+    """One rank feeds a server that wants whole tensors; what it does not get over the network its neighbour writes."""
+    from rlflow.checkpoint_engine.resharding.groups import plan_hybrid_groups
+
+    for report in reports:
+        got = report[model]
+        assert got["received"] == plan_hybrid_groups(1, 4, 1, 1, 2).bytes(got["model"]).received

@@ -51,7 +51,8 @@ def test_families_split_by_their_plan(config_cls: type) -> None:
     splits = split_weights(config, shapes)
     kinds = {name.removeprefix(LAYER): split.kind for name, split in splits.items() if name.startswith(LAYER)}
     column = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"}
-    assert {name for name, kind in kinds.items() if kind == "row"} == {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
+    row = {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
+    assert {name for name, kind in kinds.items() if kind == "row"} == row
     assert {n.removesuffix(".weight").removesuffix(".bias") for n, kind in kinds.items() if kind == "column"} == column
     assert splits["model.norm.weight"].kind == "replicated"
     # Rows of the vocabulary, where the family's plan has it.

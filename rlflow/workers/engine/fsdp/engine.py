@@ -66,6 +66,7 @@ from rlflow.workers.engine.fsdp.offload import (
     say_where_nothing_offloads,
 )
 from rlflow.workers.engine.fsdp.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
+from rlflow.workers.engine.fsdp.resharded import WeightExport
 from rlflow.workers.engine.fsdp.sharding import offloads_by_policy, reshard
 from rlflow.workers.engine.fsdp.ulysses import check_heads, gather_predictions, split_sequence
 from rlflow.workers.engine.fsdp.value_model import ValueModel, load_value_config, load_value_model
@@ -104,6 +105,7 @@ class FSDPEngine(BaseEngine):
         self.module: PackedModel
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
+        self.exports = WeightExport()
         self._writer = CheckpointWriter(in_background=bool((checkpoint_config or {}).get("async_save")))
 
     # ---- what a subclass says ------------------------------------------------------------------------------------
@@ -296,8 +298,11 @@ class FSDPEngine(BaseEngine):
     # ---- weights and checkpoints ---------------------------------------------------------------------------------
 
     def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """((name, full tensor), ...) under Hugging Face names, adapters merged in; see `BaseEngine`. *Collective.*"""
-        return export.iter_full_tensors(self.module), None
+        """((name, full tensor), ...) under Hugging Face names, adapters merged in; see `BaseEngine`. *Collective.*
+
+        Options: those of `resharded.WeightExport.iterate`, whose `counts` are at `self.exports`.
+        """
+        return self.exports.iterate(self.module, **options), None
 
     def save_checkpoint(
         self,
