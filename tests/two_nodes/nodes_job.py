@@ -64,9 +64,7 @@ class Watched(PPOTrainerSync):
         Watched.seen = {
             "workers": [where(worker) for worker in self.runtime.actor_wg.workers],
             "replicas": [where(replica.server_handle) for replica in manager.get_replicas()],
-            "fed_by": [
-                manager.handles_by_worker().index(replica.server_handle) for replica in manager.get_replicas()
-            ],
+            "fed_by": [manager.handles_by_worker().index(replica.server_handle) for replica in manager.get_replicas()],
             "versions": [
                 ray_get(replica.server_handle.weight_version.remote(), what="a version", timeout_s=60)
                 for replica in manager.get_replicas()

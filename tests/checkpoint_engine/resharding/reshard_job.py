@@ -24,6 +24,12 @@ from rlflow.checkpoint_engine.resharding.boxes import Part, local_shape
 from rlflow.checkpoint_engine.resharding.executor import plan_reshard
 from rlflow.checkpoint_engine.resharding.groups import plan_hybrid_groups
 from rlflow.checkpoint_engine.resharding.splits import split_weights
+from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead
+from rlflow.workers.engine.fsdp.resharded import WeightExport
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "workers")]
+
+from tiny import configs, save_tiny_model  # noqa: E402
 
 SIZES = {
     "vocab_size": 64,
@@ -143,6 +149,27 @@ def assembled(config: Any) -> dict[str, int]:
     return {"received": assembly.counts.received_bytes, "model": size}
 
 
+def engine_export(path: Path) -> dict[str, int]:
+    """The FSDP engine's own weights: shared gathering gives what the full gather gives, after an update too."""
+    engine = FSDPEngineWithLMHead(*configs(str(path)), None)
+    engine.initialize()
+    for _ in range(2):
+        whole = {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
+        assert engine.exports.counts is None and engine.exports.metrics() == {}
+        shared, _ = engine.get_per_tensor_param(tensor_parallel=2, wire_type=lambda name, dtype: torch.bfloat16)
+        got = {name: value.clone() for name, value in shared}
+        assert list(got) == (list(whole) if dist.get_rank() % 2 == 0 else [])
+        assert all(torch.equal(value, whole[name].bfloat16()) for name, value in got.items())
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.add_(1)
+    received = int(engine.exports.metrics()["perf/reshard_bytes"])
+    # Three ranks do not divide four: the full gather, on every rank.
+    odd = WeightExport()
+    assert dict(odd.iterate(engine.module, tensor_parallel=3)).keys() == whole.keys() and odd.counts is None
+    return {"received": received, "model": sum(value.numel() * 2 for value in whole.values())}
+
+
 def run_rank(folder: Path, rank: int, world: int) -> None:
     store = dist.FileStore(str(folder / "rendezvous"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
@@ -157,6 +184,7 @@ def run_rank(folder: Path, rank: int, world: int) -> None:
         "phi_fsdp4_to_tp2": fsdp(phi, torch.float32),
         "assembled": assembled(llama),
         "phi_assembled": assembled(phi),
+        "engine": engine_export(folder / "model"),
     }
     (folder / f"rank_{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
@@ -164,6 +192,7 @@ def run_rank(folder: Path, rank: int, world: int) -> None:
 
 def main() -> int:
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
+    save_tiny_model(folder / "model")
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=run_rank, args=(folder, rank, world)) for rank in range(world)]
     for process in ranks:

@@ -63,7 +63,7 @@ def test_equal_layouts_move_nothing(reports: list[dict[str, dict[str, int]]]) ->
     assert [report["tp4_to_tp4"]["received"] for report in reports] == [0] * WORLD
 
 
-@pytest.mark.parametrize("model", ["assembled", "phi_assembled"])
+@pytest.mark.parametrize("model", ["assembled", "phi_assembled", "engine"])
 def test_ranks_of_a_replica_put_its_weights_together(reports: list[dict[str, dict[str, int]]], model: str) -> None:
     """One rank feeds a server that wants whole tensors; what it does not get over the network its neighbour writes."""
     from rlflow.checkpoint_engine.resharding.groups import plan_hybrid_groups

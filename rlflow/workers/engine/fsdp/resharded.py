@@ -53,6 +53,12 @@ class WeightExport:
                 return self._shared(self._assembly, tensors, splits_experts(module.hf_model.config.get_text_config()))
         return iter_full_tensors(module)
 
+    def metrics(self) -> dict[str, float]:
+        """What the last export cost this rank; nothing after a full gather."""
+        if self.counts is None:
+            return {}
+        return {"timing_s/reshard": self.counts.seconds, "perf/reshard_bytes": float(self.counts.received_bytes)}
+
     def _refuses(self, tensors: dict[str, Tensor], adapted: bool, tensor_parallel: int) -> bool:
         reason = _refusal(tensor_parallel, adapted, tensors)
         self._refused = reason is not None
