@@ -18,6 +18,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
+from rlflow.checkpoint_engine.manager import build_manager
 from rlflow.config.checks import validate_config
 from rlflow.config.overrides import compose_config
 from rlflow.single_controller.base import Dispatch, Worker, register
@@ -54,21 +55,43 @@ class Place(Worker):
 
 
 class Watched(PPOTrainerSync):
-    """Notes, before it ends, where the processes of the run are and what the replicas hold."""
+    """Notes, before it ends, where the processes of the run are and what the replicas hold; then a broadcast to them."""
 
     seen: dict[str, Any] = {}
 
+    def on_init_end(self) -> None:
+        # The workers are built for both ways; the run takes the one of hybrid replicas.
+        replicas = self.runtime.server_manager.get_replicas()
+        self.runtime.checkpoint_manager = build_manager(
+            self.config.actor_rollout_ref.rollout, self.runtime.actor_wg, replicas, backend="naive"
+        )
+        super().on_init_end()
+
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._note()
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        replicas = self.runtime.server_manager.get_replicas()
+        manager = build_manager(
+            self.config.actor_rollout_ref.rollout, self.runtime.actor_wg, replicas, backend="broadcast"
+        )
+        Watched.seen["broadcast"] = manager.update_weights(7)
+        Watched.seen["relays"] = [where(manager._transfer._relays.of(replica)) for replica in replicas]
+        Watched.seen["broadcast_versions"] = self._versions()
+
+    def _versions(self) -> list[int]:
+        replicas = self.runtime.server_manager.get_replicas()
+        return [ray_get(r.server_handle.weight_version.remote(), what="a version", timeout_s=60) for r in replicas]
+
+    def _note(self) -> None:
         manager = self.runtime.server_manager
         Watched.seen = {
             "workers": [where(worker) for worker in self.runtime.actor_wg.workers],
             "replicas": [where(replica.server_handle) for replica in manager.get_replicas()],
             "fed_by": [manager.handles_by_worker().index(replica.server_handle) for replica in manager.get_replicas()],
-            "versions": [
-                ray_get(replica.server_handle.weight_version.remote(), what="a version", timeout_s=60)
-                for replica in manager.get_replicas()
-            ],
+            "versions": self._versions(),
             "served": [
                 ray_get(replica.server_handle.status.remote(), what="a status", timeout_s=60)
                 for replica in manager.get_replicas()
@@ -127,6 +150,7 @@ class Scenarios:
         trainer_base._TRAINERS["sync"] = Watched
         config = compose_config(self.overrides)
         validate_config(config)
+        config.actor_rollout_ref.rollout.checkpoint_engine.backend = "broadcast"
         assert TaskRunner().run(config) == {"global_steps": 2}
 
     def each_replica_is_beside_the_worker_that_feeds_it(self) -> None:
@@ -138,6 +162,13 @@ class Scenarios:
     def both_replicas_got_the_last_weights_and_worked(self) -> None:
         assert Watched.seen["versions"] == [2, 2]
         assert all(status["decode_tokens"] > 0 for status in Watched.seen["served"]), Watched.seen["served"]
+
+    def a_broadcast_reaches_both_nodes(self) -> None:
+        """A receiver beside each replica; what they hold afterwards is what rank 0 sent."""
+        seen = Watched.seen
+        assert seen["relays"] == seen["replicas"] and len(set(seen["relays"])) == 2
+        assert seen["broadcast_versions"] == [7, 7]
+        assert seen["broadcast"]["replicas"] == 2
 
     def every_prompt_was_trained_once(self) -> None:
         lines = (self.run_folder / "events.jsonl").read_text().splitlines()
@@ -158,9 +189,10 @@ def main() -> None:
     results, run_folder, *overrides = sys.argv[1:]
     cluster = Cluster()
     try:
-        args = {"num_cpus": 4, "object_store_memory": 100 << 20, "include_dashboard": False}
+        args = {"num_cpus": 8, "object_store_memory": 100 << 20, "include_dashboard": False}
         cluster.add_node(**args)
-        cluster.add_node(**{key: value for key, value in args.items() if key != "include_dashboard"})
+        # A smaller one: everything that a run asks for would fit on the other.
+        cluster.add_node(num_cpus=2, object_store_memory=args["object_store_memory"])
         cluster.wait_for_nodes(timeout=60)
         ray.init(
             address=cluster.address,

@@ -33,4 +33,4 @@ def test_groups_and_the_main_job_on_two_nodes(
     outcomes = json.loads(results.read_text())
     failed = {name: text for name, text in outcomes.items() if text != "passed"}
     assert not failed, "\n".join(f"{name}:\n{text}" for name, text in failed.items())
-    assert len(outcomes) == 6
+    assert len(outcomes) == 7

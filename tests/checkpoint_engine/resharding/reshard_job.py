@@ -25,7 +25,7 @@ from rlflow.checkpoint_engine.resharding.executor import plan_reshard
 from rlflow.checkpoint_engine.resharding.groups import plan_hybrid_groups
 from rlflow.checkpoint_engine.resharding.splits import split_weights
 from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead
-from rlflow.workers.engine.fsdp.resharded import WeightExport
+from rlflow.workers.engine.fsdp.resharded import TensorExport
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "workers")]
 
@@ -156,7 +156,7 @@ def engine_export(path: Path) -> dict[str, int]:
     for _ in range(2):
         whole = {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
         assert engine.exports.counts is None and engine.exports.metrics() == {}
-        shared, _ = engine.get_per_tensor_param(tensor_parallel=2, wire_type=lambda name, dtype: torch.bfloat16)
+        shared, _ = engine.get_per_tensor_param(replica_size=2, wire_type=lambda name, dtype: torch.bfloat16)
         got = {name: value.clone() for name, value in shared}
         assert list(got) == (list(whole) if dist.get_rank() % 2 == 0 else [])
         assert all(torch.equal(value, whole[name].bfloat16()) for name, value in got.items())
@@ -165,8 +165,8 @@ def engine_export(path: Path) -> dict[str, int]:
                 parameter.add_(1)
     received = int(engine.exports.metrics()["perf/reshard_bytes"])
     # Three ranks do not divide four: the full gather, on every rank.
-    odd = WeightExport()
-    assert dict(odd.iterate(engine.module, tensor_parallel=3)).keys() == whole.keys() and odd.counts is None
+    odd = TensorExport()
+    assert dict(odd.iterate(engine.module, replica_size=3)).keys() == whole.keys() and odd.counts is None
     return {"received": received, "model": sum(value.numel() * 2 for value in whole.values())}
 
 

@@ -66,7 +66,7 @@ from rlflow.workers.engine.fsdp.offload import (
     say_where_nothing_offloads,
 )
 from rlflow.workers.engine.fsdp.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
-from rlflow.workers.engine.fsdp.resharded import WeightExport
+from rlflow.workers.engine.fsdp.resharded import TensorExport
 from rlflow.workers.engine.fsdp.sharding import offloads_by_policy, reshard
 from rlflow.workers.engine.fsdp.ulysses import check_heads, gather_predictions, split_sequence
 from rlflow.workers.engine.fsdp.value_model import ValueModel, load_value_config, load_value_model
@@ -105,7 +105,7 @@ class FSDPEngine(BaseEngine):
         self.module: PackedModel
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
-        self.exports = WeightExport()
+        self.exports = TensorExport()
         self._writer = CheckpointWriter(in_background=bool((checkpoint_config or {}).get("async_save")))
 
     # ---- what a subclass says ------------------------------------------------------------------------------------
@@ -297,12 +297,21 @@ class FSDPEngine(BaseEngine):
 
     # ---- weights and checkpoints ---------------------------------------------------------------------------------
 
-    def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """((name, full tensor), ...) under Hugging Face names, adapters merged in; see `BaseEngine`. *Collective.*
+    def get_per_tensor_param(
+        self, *, base_sync_done: bool | None = None, **options: Any
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
+        """((name, full tensor), ...) and the adapter's config; see `BaseEngine`. *Collective.*
 
-        Options: those of `resharded.WeightExport.iterate`, whose `counts` are at `self.exports`.
+        Args:
+            base_sync_done: None: all weights under Hugging Face names, adapters merged in, and no config. With an
+                adapter, False: the weights without it; True: the adapter only, under PEFT's names.
+            options: of `resharded.TensorExport.iterate`, for all weights.
         """
-        return self.exports.iterate(self.module, **options), None
+        if base_sync_done is None:
+            return self.exports.iterate(self.module, **options), None
+        if base_sync_done:
+            return export.iter_adapter_tensors(self.module), export.adapter_facts(self.module)
+        return export.iter_full_tensors(self.module, merged=False), export.adapter_facts(self.module)
 
     def save_checkpoint(
         self,

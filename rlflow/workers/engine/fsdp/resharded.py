@@ -21,7 +21,7 @@ from rlflow.workers.engine.fsdp.model import PackedModel
 logger = logging.getLogger(__name__)
 
 
-class WeightExport:
+class TensorExport:
     """The weights of one module for the rollout; keeps the plan of the exchange between syncs.
 
     Attributes:
@@ -34,21 +34,21 @@ class WeightExport:
         self._refused = False
 
     def iterate(
-        self, module: PackedModel, *, tensor_parallel: int = 1, wire_type: WireType | None = None
+        self, module: PackedModel, *, replica_size: int = 1, wire_type: WireType | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) under Hugging Face names. *Collective*: every rank must exhaust it.
 
         Args:
-            tensor_parallel: ranks of a rollout replica. Above 1 its ranks share the gathering, and only the first of
+            replica_size: ranks of a rollout replica. Above 1 its ranks share the gathering, and only the first of
                 them gets tensors; each is valid until the next one. Where that cannot be, all get all of them, and a
                 line of the log says why.
             wire_type: (name, stored type) -> type to send. Only ranks that share the gathering apply it.
         """
         self.counts = None
-        if tensor_parallel > 1 and not self._refused:
+        if replica_size > 1 and not self._refused:
             tensors, adapted = stored_weights(module)
-            if self._assembly is None and not self._refuses(tensors, adapted, tensor_parallel):
-                self._assembly = plan_assembly(tensors, tensor_parallel, wire_type=wire_type)
+            if self._assembly is None and not self._refuses(tensors, adapted, replica_size):
+                self._assembly = plan_assembly(tensors, replica_size, wire_type=wire_type)
             if self._assembly is not None:
                 return self._shared(self._assembly, tensors, splits_experts(module.hf_model.config.get_text_config()))
         return iter_full_tensors(module)
@@ -59,8 +59,8 @@ class WeightExport:
             return {}
         return {"timing_s/reshard": self.counts.seconds, "perf/reshard_bytes": float(self.counts.received_bytes)}
 
-    def _refuses(self, tensors: dict[str, Tensor], adapted: bool, tensor_parallel: int) -> bool:
-        reason = _refusal(tensor_parallel, adapted, tensors)
+    def _refuses(self, tensors: dict[str, Tensor], adapted: bool, replica_size: int) -> bool:
+        reason = _refusal(replica_size, adapted, tensors)
         self._refused = reason is not None
         if self._refused and dist.get_rank() == 0:
             logger.info("weights go to the rollout by a full gather: %s", reason)
@@ -74,12 +74,12 @@ class WeightExport:
         self.counts = assembly.counts
 
 
-def _refusal(tensor_parallel: int, adapted: bool, tensors: dict[str, Tensor]) -> str | None:
+def _refusal(replica_size: int, adapted: bool, tensors: dict[str, Tensor]) -> str | None:
     """Why ranks cannot share the work, the same on all of them; None when they can."""
     world = dist.get_world_size()
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE") or world)
-    if world % tensor_parallel or on_node % tensor_parallel:
-        return f"{on_node} ranks of a node do not divide into replicas of {tensor_parallel}"
+    if world % replica_size or on_node % replica_size:
+        return f"{on_node} ranks of a node do not divide into replicas of {replica_size}"
     if adapted:
         return "an adapter is merged into whole weights"
     if any(value.device.type != "cpu" for value in tensors.values()):
