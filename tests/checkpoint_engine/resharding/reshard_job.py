@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,9 +28,13 @@ from rlflow.checkpoint_engine.resharding.groups import plan_hybrid_groups
 from rlflow.checkpoint_engine.resharding.splits import split_weights
 from rlflow.workers.engine.fsdp.engine import FSDPEngineWithLMHead
 from rlflow.workers.engine.fsdp.resharded import TensorExport
+from rlflow.workers.rollout.hf.server import HFServer
+from rlflow.workers.weight_export import WeightExport
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "workers")]
+TESTS = Path(__file__).parents[2]
+sys.path[:0] = [str(TESTS), str(TESTS / "workers"), str(TESTS / "rollout")]
 
+import rollout_tiny  # noqa: E402
 from tiny import configs, save_tiny_model  # noqa: E402
 
 SIZES = {
@@ -170,6 +176,42 @@ def engine_export(path: Path) -> dict[str, int]:
     return {"received": received, "model": sum(value.numel() * 2 for value in whole.values())}
 
 
+class Handle:
+    """Calls a server of this process as a Ray handle calls one of another."""
+
+    def __init__(self, server: HFServer) -> None:
+        self._server = server
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._server, name))
+
+
+async def weight_sync(path: Path) -> dict[str, int]:
+    """Two ranks feed one real server: it holds the weights, the receipt and the bytes say so."""
+    model_config, *engine_configs = configs(str(path))
+    engine = FSDPEngineWithLMHead(model_config, *engine_configs, None)
+    engine.initialize()
+    whole = {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
+    node = rollout_tiny.config(str(path), load_format="dummy").actor_rollout_ref
+    leads = dist.get_rank() % 2 == 0
+    server = HFServer(node.rollout, node.model, dist.get_rank() // 2) if leads else None
+    export = WeightExport(node.rollout, model_config, dist.get_rank(), dist.get_world_size())
+    export.bind(Handle(server) if server is not None else None, 2)
+    if server is not None:
+        await server.abort_all_requests()
+    receipt = await export.send(engine, 3, None, None)
+    if server is None:
+        assert receipt is None
+        return {}
+    assert receipt is not None and receipt.version == 3 == await server.weight_version()
+    held = dict(server._engine.model.module.named_parameters())
+    assert all(torch.equal(held[name], value) for name, value in whole.items())
+    await server.shutdown()
+    model = sum(value.numel() * value.element_size() for value in whole.values())
+    assert receipt.total_bytes == model and receipt.metrics["timing_s/reshard"] > 0
+    return {"received": int(receipt.metrics["perf/reshard_bytes"]), "model": model}
+
+
 def run_rank(folder: Path, rank: int, world: int) -> None:
     store = dist.FileStore(str(folder / "rendezvous"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
@@ -185,6 +227,7 @@ def run_rank(folder: Path, rank: int, world: int) -> None:
         "assembled": assembled(llama),
         "phi_assembled": assembled(phi),
         "engine": engine_export(folder / "model"),
+        "weight_sync": asyncio.run(weight_sync(folder / "model")),
     }
     (folder / f"rank_{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()

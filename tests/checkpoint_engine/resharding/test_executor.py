@@ -71,3 +71,12 @@ def test_ranks_of_a_replica_put_its_weights_together(reports: list[dict[str, dic
     for report in reports:
         got = report[model]
         assert got["received"] == plan_hybrid_groups(1, 4, 1, 1, 2).bytes(got["model"]).received
+
+
+def test_two_ranks_feed_one_server(reports: list[dict[str, dict[str, int]]]) -> None:
+    from rlflow.checkpoint_engine.resharding.groups import plan_hybrid_groups
+
+    for leader in (0, 2):
+        got = reports[leader]["weight_sync"]
+        assert got["received"] == plan_hybrid_groups(1, 4, 1, 1, 2).bytes(got["model"]).received
+    assert reports[1]["weight_sync"] == reports[3]["weight_sync"] == {}
