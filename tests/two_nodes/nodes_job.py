@@ -55,7 +55,7 @@ class Place(Worker):
 
 
 class Watched(PPOTrainerSync):
-    """Notes, before it ends, where the processes of the run are and what the replicas hold; then a broadcast to them."""
+    """Notes, before it ends, where the processes of the run are and what the replicas hold; then it broadcasts."""
 
     seen: dict[str, Any] = {}
 
