@@ -112,7 +112,7 @@ def install() -> None:
         timed(TrainingWorker, "infer_batch", "log-probs")
         timed(TrainingWorker, "train_mini_batch", "update")
         timed_async(
-            SharedMemorySender, "send", "weight sync", lambda self, params, server, version: {"version": version}
+            SharedMemorySender, "send", "weight sync", lambda self, params, server, version, *_: {"version": version}
         )
     if "rlflow.agent_loop.worker" in sys.modules:
         import rlflow.transfer_queue as tq

@@ -62,7 +62,9 @@ class SyncRun:
         found.phase, found.replicas = found.phase or phase.value, (rank,)
         self.failures.setdefault(rank, found)
         self.replicas = [r for r in self.replicas if r.replica_rank != rank]
-        logger.error("rollout replica %d left the sync of version %d in `%s`: %s", rank, self.version, phase, found)
+        logger.error(
+            "rollout replica %d left the sync of version %d in `%s`: %s", rank, self.version, found.phase, found
+        )
 
     def finish(self) -> None:
         """Raises:
@@ -71,10 +73,13 @@ class SyncRun:
         if not self.failures:
             return
         errors = list(self.failures.values())
-        text = "; ".join(f"rollout replica {rank} in `{e.phase}`: {e}" for rank, e in self.failures.items())
+        reasons = {rank: str(error).rstrip(".") for rank, error in self.failures.items()}
+        text = "; ".join(
+            f"rollout replica {rank} in `{self.failures[rank].phase}`: {why}" for rank, why in reasons.items()
+        )
         left = f"The other {len(self.replicas)} serve it." if self.replicas else "No replica serves it."
         raise WeightSyncError(
-            f"Weight version {self.version} did not reach {text} {left}",
+            f"Weight version {self.version} did not reach {text}. {left}",
             phase=errors[0].phase,
             replicas=tuple(self.failures),
             tensors=tuple(name for error in errors for name in error.tensors),

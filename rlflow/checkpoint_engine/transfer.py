@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 from rlflow.checkpoint_engine.base import CheckpointEngineRegistry
@@ -147,7 +148,7 @@ class EngineTransfer(Transfer):
                 if isinstance(answer, BaseException):
                     raise answer
                 sent.require_same(answer)
-                receipts[replica.replica_rank] = answer
+                receipts[replica.replica_rank] = replace(answer, metrics={**answer.metrics, **sent.metrics})
             except Exception as error:  # noqa: BLE001 - of one replica: it leaves, the others go on
                 run.fail(replica, Phase.TRANSFER, _inner(error))
         return receipts

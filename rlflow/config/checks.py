@@ -35,6 +35,7 @@ from rlflow.utils.tracker_names import tracker_names, tracker_problem
 
 ENGINES = {"hf": "embedded"}
 DTYPES = ("bfloat16", "float32", "bf16", "fp32")
+BACKENDS = ("naive", "broadcast", "nccl", "disk")
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KNOWN_NODES = {
     "actor_rollout_ref",
@@ -232,6 +233,8 @@ def _check_values(c: TypedConfig, problems: list[str], notices: list[str]) -> No
         ("trainer.stall_timeout_s", c.trainer.stall_timeout_s),
         ("trainer.call_timeout_s", c.trainer.call_timeout_s),
     ]
+    sync = c.rollout.checkpoint_engine
+    above_zero += [(f"{rollout}.checkpoint_engine.{key}", sync[key]) for key in sync if key.endswith("_timeout_s")]
     at_least += [(key, value, 1e-9) for key, value in above_zero]
     for key, value, low in at_least:
         problems.extend(below(key, value, low))
@@ -254,12 +257,13 @@ def _check_values(c: TypedConfig, problems: list[str], notices: list[str]) -> No
         (f"{actor}.fsdp_config.dtype", c.actor.fsdp_config.dtype, DTYPES),
         (f"{rollout}.dtype", c.rollout.dtype, DTYPES),
         (f"{rollout}.load_format", c.rollout.load_format, ("dummy", "auto", "safetensors")),
-        (f"{rollout}.checkpoint_engine.backend", c.rollout.checkpoint_engine.backend, ("naive",)),
         (f"{actor}.kl_loss_type", c.actor.kl_loss_type.removesuffix("+"), KL_ESTIMATORS),
         ("algorithm.kl_penalty", c.algorithm.kl_penalty.removesuffix("+"), KL_ESTIMATORS),
         ("algorithm.kl_ctrl.type", c.algorithm.kl_ctrl.type, ("fixed", "adaptive")),
         ("trainer.best_mode", c.trainer.best_mode, ("max", "min")),
     ]
+    if c.rollout.checkpoint_engine.custom_backend_module is None:
+        chosen.append((f"{rollout}.checkpoint_engine.backend", c.rollout.checkpoint_engine.backend, BACKENDS))
     problems.extend(_choice(key, value, choices) for key, value, choices in chosen if value not in choices)
     problems.extend(optimizer(actor, c.actor.optim))
 

@@ -1,4 +1,4 @@
-"""A whole GRPO run that trains an adapter: its own reference, merged weights to the rollout, files of both kinds.
+"""A whole GRPO run that trains an adapter: its own reference, adapters to the rollout, files of both kinds.
 
 That training goes on from such files is proved where they are made (tests/workers/test_lora.py).
 """
@@ -32,6 +32,7 @@ def test_a_run_trains_adapters_only(
         "actor_rollout_ref.actor.checkpoint.load_contents=[model,optimizer,extra]",
         "actor_rollout_ref.actor.checkpoint.save_lora_only=true",
         "trainer.save_freq=2",
+        "actor_rollout_ref.rollout.checkpoint_engine.canary=always",
     ]
     run_trainer([*tiny_overrides, *options])
     lines = {line["step"]: line["data"] for line in read_metrics()}
@@ -39,7 +40,13 @@ def test_a_run_trains_adapters_only(
     assert lines[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6), "a new adapter is its reference"
     assert lines[2]["actor/kl_loss"] > 1e-6
     assert lines[1]["actor/grad_norm"] > 0
-    assert lines[2]["training/rollout_log_probs_diff/max"] < 1e-4, "the rollout samples from the merged weights"
+    assert lines[2]["training/rollout_log_probs_diff/max"] < 1e-4, "the rollout samples with the adapter"
+    # Two layers of seven linear layers, each with A and B; the base weights went before the first step.
+    assert lines[2]["weight_sync/tensor_count"] == 28 and lines[2]["weight_sync/lora_modules"] == 14
+    assert lines[2]["weight_sync/base_bytes"] == 0
+    base_bytes = sum(value.numel() * 4 for value in load_file(tiny_model_dir / "model.safetensors").values())
+    assert lines[2]["weight_sync/bytes"] < base_bytes / 7
+    assert lines[2]["weight_sync/canary_error"] < 1e-4
 
     actor = tmp_path / "checkpoints" / "global_step_2" / "actor"
     saved = json.loads((actor / "model" / "index.json").read_text())["tensors"]

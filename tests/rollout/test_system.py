@@ -204,8 +204,8 @@ def test_a_value_altered_on_the_way_is_noticed(system):
         model = server._engine.model
         load = type(model).load
 
-        def altered(name, tensor):
-            load(model, name, tensor)
+        def altered(name, tensor, digest=None):
+            load(model, name, tensor, digest)
             if name == "model.norm.weight":
                 model._targets[name].data[3] += 1e-3
 

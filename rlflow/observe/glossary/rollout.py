@@ -54,6 +54,23 @@ AGREEMENT = (
     ),
     Entry("weight_sync/bytes", "the same in bytes", "bytes", LAST, "changes between steps"),
     Entry("weight_sync/seconds", "time of the sync", "s", SUM),
+    Entry(
+        "weight_sync/{pause,prepare,transfer,verify,commit,resume}_s",
+        "of it: requests end, both ends get ready, the bytes, receipts, every replica confirms, requests are admitted",
+        "s",
+        SUM,
+        "one of them near its rollout.checkpoint_engine.*_timeout_s",
+    ),
+    Entry(
+        "weight_sync/canary_error",
+        "mean difference of the canary prompt's log-probs, server against actor; worst replica",
+        "nats",
+        LAST,
+        "grows, or near rollout.checkpoint_engine.canary_tolerance",
+    ),
+    Entry("weight_sync/lora_modules", "layers that compute with the adapter that was sent", "modules", LAST, "changes"),
+    Entry("weight_sync/base_bytes", "base weights that were sent before the adapter", "bytes", LAST),
+    Entry("weight_sync/{buckets,files}", "pieces in which a broadcast or the disk carried the weights", combine=LAST),
 )
 
 CORRECTION = (
