@@ -1,11 +1,14 @@
-"""Speed of the embedded rollout engine beside `transformers`' own `generate`, in one run on one machine.
+"""Speed of the embedded rollout engine beside vLLM and `transformers`' own `generate`, in one run on one machine.
 
-    python benchmarks/rollout.py --model ~/models/SmolLM2-135M-Instruct
+    python benchmarks/rollout.py --model ~/models/SmolLM2-135M-Instruct --threads 1 2
+    python benchmarks/rollout.py --model ... --vllm-python ~/.cache/rlflow/engines/vllm/bin/python --check
     python benchmarks/rollout.py --model ... --server          # also through Ray: balancer, client, server; weight sync
 
-Both sides get the same prompts (about 55 tokens, chat template), the same number of new tokens, sample at temperature 1
-and use the same threads. Rounds alternate, so that a change in the machine's load hits both; the best round of each
-counts, and all rounds are shown.
+All sides get the same prompts (about 55 tokens, chat template), the same number of new tokens, sample at temperature 1
+with log-probs (`generate` without) and use the same threads, each in a process of its own that does nothing while
+another is measured. Rounds alternate, so that a change in the machine's load hits all; the best round of each counts,
+and all rounds are shown. vLLM (`--vllm-python`: the Python of an environment that has it) runs as its CPU users run it:
+threads bound to cores, no compilation, and it forgets its prefix cache between rounds.
 
 `distinct`: that many different prompts. `n=8`: an eighth as many, eight samples of each.
 """
@@ -17,6 +20,8 @@ import asyncio
 import json
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +38,7 @@ import torch
 from rlflow.workers.rollout.base import SamplingParams
 
 SAMPLES = 8
+GOALS = {"distinct": 0.75, "n=8": 1.0}  # of vLLM's tokens/s
 TOPICS = (
     "the sea", "a train", "two numbers", "an old clock", "winter", "a small garden", "the moon", "a letter",
     "a bridge", "bread", "the wind", "a chess game", "a river", "music", "a mountain path", "rain",
@@ -139,6 +145,54 @@ class OwnProcess:
         self._pool.shutdown()
 
 
+class VLLM:
+    """vLLM in its own environment; see `rollout_sides/vllm_process.py`."""
+
+    def __init__(self, python: str, dtype: str, args: argparse.Namespace) -> None:
+        threads = int(os.environ["OMP_NUM_THREADS"])
+        options = {
+            "model": args.model, "dtype": dtype, "max_num_seqs": args.requests, "max_model_len": 128 + args.new_tokens,
+        }  # fmt: skip
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        bind = ",".join(map(str, cores))
+        env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": bind, "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+        env = {key: value for key, value in env.items() if key != "PYTHONPATH"} | {"VLLM_LOGGING_LEVEL": "ERROR"}
+        script = Path(__file__).with_name("rollout_sides") / "vllm_process.py"
+        self._process = subprocess.Popen(  # noqa: S603 - the caller's own Python
+            [python, str(script), json.dumps(options)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True,
+        )  # fmt: skip
+        self.name = self._answer()["ready"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("vLLM's process ended; its error is above")
+        return json.loads(line)
+
+    def run(self, batch: list[list[int]], samples: int, new_tokens: int) -> int:
+        """As `Transformers.run`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": batch, "samples": samples, "new_tokens": new_tokens}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()["tokens"]
+
+    def detail(self) -> str:
+        """Nothing to add."""
+        return ""
+
+    def close(self) -> None:
+        """End the process and those below it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(10)
+
+
 _side: Any = None
 
 
@@ -239,6 +293,44 @@ def measure(sides: list[Any], batch: list[list[int]], samples: int, args: argpar
     return {name: max(values) for name, values in speeds.items()}
 
 
+def one_thread_count(batch: list[list[int]], config: Any, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Build the sides, measure both kinds of work, end the sides; tokens/s by kind and side, and the ratios."""
+    load = os.getloadavg()[0]
+    say(f"{args.requests} requests, prompts of {min(map(len, batch))}-{max(map(len, batch))} tokens, "
+        f"{args.new_tokens} new tokens, {os.environ['OMP_NUM_THREADS']} threads, load average {load:.1f}")  # fmt: skip
+    plain = [args.dtype, "float32"] if args.also_float32 else [args.dtype]
+    engine = OwnProcess(Engine, config)
+    sides: list[Any] = [OwnProcess(Transformers, args.model, dtype, args.pad_id) for dtype in plain]
+    rivals = [VLLM(args.vllm_python, dtype, args) for dtype in args.vllm_dtypes] if args.vllm_python else []
+    sides = [engine, *sides, *rivals]
+    results: dict[str, dict[str, float]] = {}
+    try:
+        for side in sides:  # kernels, memory and caches of all sides are warm before the first round
+            side.run(batch[:SAMPLES], 1, 2)
+        for label, part, samples in (("distinct", batch, 1), ("n=8", batch[: args.requests // SAMPLES], SAMPLES)):
+            say(f"{label}: {len(part)} prompts x {samples}")
+            speeds = results[label] = measure(sides, part, samples, args)
+            for side in sides[1:]:
+                say(f"  engine / {side.name} = {speeds[engine.name] / speeds[side.name]:.2f}")
+            if rivals:
+                speeds["engine / fastest vllm"] = speeds[engine.name] / max(speeds[side.name] for side in rivals)
+        say(f"engine: {engine.detail()}; load average {os.getloadavg()[0]:.1f}")
+    finally:
+        for side in sides:
+            side.close()
+    return results
+
+
+def missed_goals(results: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    """Goals against the fastest vLLM of the same run, by thread count."""
+    return [
+        f"{label}, {threads} threads: {speeds['engine / fastest vllm']:.2f} x vllm, goal {GOALS[label]:.2f}"
+        for threads, kinds in results.items()
+        for label, speeds in kinds.items()
+        if speeds.get("engine / fastest vllm", GOALS[label]) < GOALS[label]
+    ]
+
+
 def main() -> None:
     """Parse, warm up, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -248,6 +340,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="type of the weights, both sides")
     parser.add_argument("--compute-dtype", default=None, help="arithmetic of the engine; default: what it chooses")
     parser.add_argument("--also-float32", action="store_true", help="a second baseline: generate in float32")
+    parser.add_argument("--threads", type=int, nargs="+", default=[len(os.sched_getaffinity(0))])
+    parser.add_argument("--vllm-python", help="Python of an environment with vllm: measured beside ours")
+    parser.add_argument("--vllm-dtypes", nargs="+", default=["bfloat16", "float32"], help="a side for each")
+    parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--kv-cache-gb", type=float, default=2.0)
     parser.add_argument("--server", action="store_true", help="also through a server process, and a weight sync")
@@ -262,34 +358,21 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     batch = prompts(tokenizer, args.requests)
     config = configuration(args)
-    pad_id = tokenizer.pad_token_id or 0
-    engine = OwnProcess(Engine, config)
-    sides: list[Any] = [OwnProcess(Transformers, args.model, args.dtype, pad_id), engine]
-    if args.also_float32:
-        sides.insert(1, OwnProcess(Transformers, args.model, "float32", pad_id))
-    server = Server(config) if args.server else None
-    if server is not None:
-        sides.append(server)
-    load = os.getloadavg()[0]
-    say(f"{args.requests} requests, prompts of {min(map(len, batch))}-{max(map(len, batch))} tokens, "
-        f"{args.new_tokens} new tokens, {os.environ['OMP_NUM_THREADS']} threads, load average {load:.1f}")  # fmt: skip
-    for side in sides:  # kernels, memory and caches of both sides are warm before the first round
-        side.run(batch[:SAMPLES], 1, 2)
-    results = {}
-    for label, part, samples in (("distinct", batch, 1), ("n=8", batch[: args.requests // SAMPLES], SAMPLES)):
-        say(f"{label}: {len(part)} prompts x {samples}")
-        results[label] = measure(sides, part, samples, args)
-        base = results[label][sides[0].name]
-        say(f"  engine / generate = {results[label][engine.name] / base:.2f}")
-    say(f"engine: {engine.detail()}")
-    for side in sides:
-        if isinstance(side, OwnProcess):
-            side.close()
-    if server is not None:
+    args.pad_id = tokenizer.pad_token_id or 0
+    results: dict[str, Any] = {}
+    for threads in args.threads:
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # the sides' processes inherit it
+        results[str(threads)] = one_thread_count(batch, config, args)
+    if args.server:
+        server = Server(config)
+        say("through the server, distinct:")
+        measure([server], batch, 1, args)
         server.sync(args.model, 3)
         server.manager.shutdown()
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=2))
+    if args.check and (missed := missed_goals(results)):
+        raise SystemExit("missed: " + "; ".join(missed))
 
 
 if __name__ == "__main__":

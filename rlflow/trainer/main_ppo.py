@@ -176,6 +176,8 @@ def _init_ray(config: Any, guard: SignalGuard | None) -> None:
 
     # On a busy machine Ray's agents need longer than its default of a few seconds to register.
     os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
+    # `ray job submit` gave the job a runtime environment; Ray refuses a variable that it and ours both name.
+    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     kwargs: Any = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     ours, users = get_ppo_ray_runtime_env(config), kwargs.pop("runtime_env", None) or {}
     env_vars = {**ours["env_vars"], **(users.get("env_vars") or {})}

@@ -220,7 +220,10 @@ class ActorRolloutRefWorker(Worker):
         """Say which server this rank feeds: element i belongs to rank i, None for a rank that feeds none."""
         if len(server_handles) != self.world_size:
             raise ContractError(f"bind_rollout got {len(server_handles)} handles for {self.world_size} ranks")
-        self._weights().bind(server_handles[self.rank])
+        leaders = [rank for rank, handle in enumerate(server_handles) if handle is not None]
+        size = self.world_size // max(1, len(leaders))
+        even = leaders == list(range(0, self.world_size, size))
+        self._weights().bind(server_handles[self.rank], size if even else 1)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(

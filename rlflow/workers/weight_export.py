@@ -50,12 +50,15 @@ class WeightExport:
         self._as_adapter = model.uses_lora and not model.lora.merge and rollout.name in ADAPTER_ENGINES
         self._base_done = False
         self._server: Any = None
+        self._replica_size = 1
         self._engine: CheckpointEngine | None = None
         self._engine_name = str(rollout.checkpoint_engine.backend)
 
-    def bind(self, server: Any) -> None:
-        """Feed this server from now on; None: feed none."""
-        self._server = server
+    def bind(self, server: Any, replica_size: int = 1) -> None:
+        """Feed this server from now on; None: feed none. `replica_size` ranks, the feeding one first, share a server
+        and the gathering of its weights.
+        """
+        self._server, self._replica_size = server, replica_size
         self._base_done = False
 
     @property
@@ -71,8 +74,7 @@ class WeightExport:
         """Feed the server of this rank; see `ActorRolloutRefWorker.update_weights`. *Collective.*"""
         server = self._server if ranks is None or self._rank in ranks else None
         if not self._as_adapter:
-            params, _ = engine.get_per_tensor_param()
-            return await self._sender.send(params, server, version)
+            return await self._send_full(engine, server, version)
         preloaded = self._rollout.load_format != "dummy"
         needs_base = not preloaded and (not self._base_done if base_sync is None else base_sync)
         # Set before anything can fail: all ranks must agree on it, and the controller asks again after a failure.
@@ -93,6 +95,15 @@ class WeightExport:
         if receipt is None:
             return None
         return replace(receipt, metrics={**receipt.metrics, "base_bytes": float(base_bytes)})
+
+    async def _send_full(self, engine: BaseEngine, server: Any, version: int) -> WeightReceipt | None:
+        exports = getattr(engine, "exports", None)  # an engine of a user's own gathers in its own way
+        if self._replica_size == 1 or exports is None:
+            params, _ = engine.get_per_tensor_param()
+            return await self._sender.send(params, server, version)
+        params, _ = engine.get_per_tensor_param(replica_size=self._replica_size, wire_type=self._types.of)
+        receipt = await self._sender.send(params, server, version)
+        return None if receipt is None else replace(receipt, metrics={**receipt.metrics, **exports.metrics()})
 
     async def send_through_engine(self, engine: BaseEngine, version: int, mode: str) -> WeightReceipt | None:
         """Send full weights through the checkpoint engine; the receipt of rank 0. *Collective.*"""

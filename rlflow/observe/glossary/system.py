@@ -80,6 +80,13 @@ FAILURES = (
 TIME = (
     Entry("timing_s/step", "the step from issue to weight sync; validation and reporting come after it", "s", SUM),
     Entry(
+        "timing_s/reshard",
+        "part of the weight sync in which trainer ranks exchange parts of weights, where the ranks of a replica share "
+        "the gathering",
+        "s",
+        MAX,
+    ),
+    Entry(
         "timing_s/<stage>",
         "time of a stage: `gen`, `reward`, `old_log_prob`, `ref`, `values`, `adv`, `update_critic`, `update_actor`, "
         "`update_weights`, `save_checkpoint`, `testing`, `dump_rollout_generations`",
@@ -113,6 +120,13 @@ TIME = (
         "preemptions",
         AS_NAMED,
         "not 0: the cache is too small",
+    ),
+    Entry(
+        "perf/reshard_bytes",
+        "bytes of weights that a trainer rank received in a sync, the largest of all ranks; with a full gather the "
+        "metric is absent",
+        "bytes",
+        MAX,
     ),
     Entry("perf/time_per_step", "equal to `timing_s/step`", "s", SUM),
     Entry("perf/total_num_tokens", "prompt and response tokens of the step", "tokens", SUM),

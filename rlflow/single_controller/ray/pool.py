@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,11 +120,36 @@ class RayResourcePool(ResourcePool):
             request[self.accelerator_type] = _TINY
         return request
 
+    def _target_nodes(self, strategy: str, found: Sequence[cluster.Node]) -> list[str | None]:
+        """The node that each group should be on, if it has room.
+
+        Devices are counted by node, so groups of devices find their nodes. Bundles of CPU are small: Ray would put the
+        processes of several nodes on one.
+        """
+        if self.use_gpu or strategy != "STRICT_PACK":  # Ray takes the wish of strictly packed groups only
+            return [None] * len(self._store)
+        return [found[i % len(found)].node_id for i in range(len(self._store))]
+
+    def _requests(self, targets: Sequence[str | None], found: Sequence[cluster.Node]) -> list[list[dict[str, float]]]:
+        """The bundles of each group. Groups of one target share half of what is free there."""
+        free = {node.node_id: node.free.get("CPU", 0.0) for node in found}
+        processes: Counter[str | None] = Counter()
+        for count, target in zip(self._store, targets, strict=True):
+            processes[target] += count
+        requests = []
+        for count, target in zip(self._store, targets, strict=True):
+            if target is None:
+                bundle = self.bundle_request(max(free.values(), default=0.0), count)
+            else:
+                bundle = self.bundle_request(free[target], processes[target])
+            requests.append([bundle] * count)
+        return requests
+
     def _reserve(self, strategy: str, name: str) -> list[PlacementGroup]:
         found = cluster.nodes()
         check_fits(self, found, one_node_each=strategy.startswith("STRICT"))
-        free_cpus = max((node.free.get("CPU", 0.0) for node in found), default=0.0)
-        requests = [[self.bundle_request(free_cpus, count)] * count for count in self._store]
+        targets = self._target_nodes(strategy, found)
+        requests = self._requests(targets, found)
         suffix = secrets.token_hex(3)
         groups = [
             placement_group(
@@ -131,8 +157,9 @@ class RayResourcePool(ResourcePool):
                 strategy=strategy,
                 name=f"{name}_{suffix}_{i}",
                 lifetime="detached" if self.detached else None,
+                _soft_target_node_id=target,
             )
-            for i, bundles in enumerate(requests)
+            for i, (bundles, target) in enumerate(zip(requests, targets, strict=True))
         ]
         for group, bundles in zip(groups, requests, strict=True):
             if not group.wait(self.placement_timeout_s):

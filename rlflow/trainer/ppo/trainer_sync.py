@@ -25,4 +25,4 @@ class PPOTrainerSync(PPOTrainer):
         with self._stage("update_weights", timing):
             receipt = self.runtime.checkpoint_manager.update_weights(self.global_steps) or {}
         self.recorder.weights(self.global_steps, receipt)
-        metrics.update({f"weight_sync/{name}": value for name, value in receipt.items()})
+        metrics.update({name if "/" in name else f"weight_sync/{name}": value for name, value in receipt.items()})

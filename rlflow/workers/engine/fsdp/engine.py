@@ -66,6 +66,7 @@ from rlflow.workers.engine.fsdp.offload import (
     say_where_nothing_offloads,
 )
 from rlflow.workers.engine.fsdp.optim import build_lr_scheduler, build_optimizer, clip_grad_norm
+from rlflow.workers.engine.fsdp.resharded import TensorExport
 from rlflow.workers.engine.fsdp.sharding import offloads_by_policy, reshard
 from rlflow.workers.engine.fsdp.ulysses import check_heads, gather_predictions, split_sequence
 from rlflow.workers.engine.fsdp.value_model import ValueModel, load_value_config, load_value_model
@@ -104,6 +105,7 @@ class FSDPEngine(BaseEngine):
         self.module: PackedModel
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
+        self.exports = TensorExport()
         self._writer = CheckpointWriter(
             in_background=bool((checkpoint_config or {}).get("async_save")),
             timeout_s=collective_timeout().total_seconds(),
@@ -306,9 +308,10 @@ class FSDPEngine(BaseEngine):
         Args:
             base_sync_done: None: all weights under Hugging Face names, adapters merged in, and no config. With an
                 adapter, False: the weights without it; True: the adapter only, under PEFT's names.
+            options: of `resharded.TensorExport.iterate`, for all weights.
         """
         if base_sync_done is None:
-            return export.iter_full_tensors(self.module), None
+            return self.exports.iterate(self.module, **options), None
         if base_sync_done:
             return export.iter_adapter_tensors(self.module), export.adapter_facts(self.module)
         return export.iter_full_tensors(self.module, merged=False), export.adapter_facts(self.module)

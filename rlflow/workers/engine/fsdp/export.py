@@ -81,6 +81,11 @@ class _Stored:
         self._adapted = lora.adapted_weights(module.hf_model) if merged else {}
         self._splits = splits_experts(module.hf_model.config.get_text_config())
 
+    @property
+    def is_adapted(self) -> bool:
+        """Whether some weight has an adapter."""
+        return bool(self._adapted)
+
     def whole(self, name: str) -> Tensor:
         """The full tensor, its adapter merged in. *Collective.*"""
         weight = _gather(self.tensors[name])
@@ -101,6 +106,12 @@ class _Stored:
             return [TensorSpec(part, kind, tuple(view.shape)) for part, view in parts.items()]
 
         return {name: of(name, value) for name, value in self.tensors.items()}
+
+
+def stored_weights(module: PackedModel) -> tuple[dict[str, Tensor], bool]:
+    """The weights as this rank stores them, by Hugging Face name, and whether adapters would change some of them."""
+    stored = _Stored(module)
+    return stored.tensors, stored.is_adapted
 
 
 def save_adapter(module: PackedModel, model_config: Any, folder: Path) -> None:

@@ -9,50 +9,34 @@ Invariants
       so no key or value outlives its request, let alone its weight version.
     - Weights change only while nothing runs, and from the first change to a good `finish_update` nothing is served;
       if an update fails, the engine refuses requests until one succeeds.
-    - An exception in the thread reaches every caller, present and future. Idle, the thread sleeps on a condition.
+    - What the thread may do next is decided here; that it runs, and how it ends, in `loop`.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
-
-import torch
 
 from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 from rlflow.workers.rollout.base import RolloutError, SamplingParams, token_budget
 from rlflow.workers.rollout.hf.admission import Admission, FirstCome
 from rlflow.workers.rollout.hf.batch import Batch, Generation, Request
-from rlflow.workers.rollout.hf.kv_cache import DecodeStep, SlotKVCache
+from rlflow.workers.rollout.hf.decode import EngineCounters, decode
+from rlflow.workers.rollout.hf.kv_cache import SlotKVCache
 from rlflow.workers.rollout.hf.limits import EngineLimits
+from rlflow.workers.rollout.hf.loop import EngineLoop
 from rlflow.workers.rollout.hf.model import ServedModel
-from rlflow.workers.rollout.hf.prefill import Admitted, prefill
-from rlflow.workers.rollout.hf.sampling import sample
+from rlflow.workers.rollout.hf.prefill import admit, prefill
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass
-class EngineCounters:
-    """What the engine did since it started; tokens and seconds."""
-
-    prefill_tokens: int = 0
-    shared_tokens: int = 0
-    decode_tokens: int = 0
-    decode_steps: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-
-
-class HFEngine:
+class HFEngine(EngineLoop):
     """See the module. All methods may be called from any thread.
 
     Args:
@@ -72,24 +56,20 @@ class HFEngine:
     ) -> None:
         if limits.max_num_seqs < 1:
             raise ConfigError(f"rollout.max_num_seqs={limits.max_num_seqs} must be at least 1.")
+        super().__init__()
         self.model, self.limits, self.counters = model, limits, EngineCounters()
         self._version = version
         self._refusal = "it has no weights before the first weight sync (rollout.load_format=dummy)"
         self._seed = seed
-        self._condition = threading.Condition()
         self._waiting: Admission = FirstCome() if admission is None else admission
         self._batch = Batch(limits.max_num_seqs, model.vocab_size, model.device)
         self._cache: SlotKVCache | None = None
-        self._jobs: deque[tuple[Callable[[], Any], Future[Any], bool]] = deque()
         self._abort_ids: set[str] = set()
         self._abort_all = False
-        self._paused = self._asleep = self._updating = self._stopped = False
-        self._stepping = False
+        self._paused = self._asleep = self._updating = False
         self._next_deadline = float("inf")
         self._submitted = 0
-        self._failure: RolloutError | None = None
-        self._thread = threading.Thread(target=self._run, name="hf-engine", daemon=True)
-        self._thread.start()
+        self._start()
 
     # --- callers ------------------------------------------------------------------------------------------------
 
@@ -288,17 +268,6 @@ class HFEngine:
         with self._condition:
             self._version, self._updating = version, False
 
-    def _post(self, job: Callable[[], T], *, at_rest: bool = True) -> Future[T]:
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()
-        with self._condition:
-            self._check_alive()
-            if at_rest:
-                self._check_rest()
-            self._jobs.append((job, future, at_rest))
-            self._condition.notify_all()
-        return future
-
     def _check_rest(self) -> None:
         if not (self._paused or self._asleep) or self._batch.requests:
             raise ContractError(
@@ -331,20 +300,6 @@ class HFEngine:
                 **vars(self.counters),
             }
 
-    def shutdown(self) -> None:
-        """Stop the thread; requests that are left fail."""
-        with self._condition:
-            self._stopped = True
-            self._condition.notify_all()
-        self._thread.join(timeout=60.0)
-        self._end_all(RolloutError("The rollout engine was shut down."))
-
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise RolloutError(str(self._failure))
-        if self._stopped:
-            raise RolloutError("The rollout engine was shut down.")
-
     def _quiet(self) -> bool:
         return self._failure is not None or not (self._stepping or self._batch.requests)
 
@@ -353,49 +308,13 @@ class HFEngine:
             raise DeadlineError(f"The rollout engine did not come to rest for {what} within {timeout_s:.0f} s.")
         self._check_alive()
 
-    # --- the thread -----------------------------------------------------------------------------------------------
+    # --- the thread (see `EngineLoop`) ----------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            with torch.inference_mode():
-                while (work := self._next_work()) is not None:
-                    work()
-        except BaseException as error:  # noqa: BLE001 - whatever ends this thread must reach those who wait for it
-            logger.exception("the rollout engine died")
-            failure = RolloutError(f"The rollout engine died of {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            with self._condition:
-                self._failure = failure
-            self._end_all(failure)
+    def _has_work(self) -> bool:
+        return bool(self._batch.requests) or self._may_admit()
 
-    def _next_work(self) -> Callable[[], None] | None:
-        """Settle aborts and deadlines, then wait until there is something to do; None at shutdown."""
-        with self._condition:
-            while not self._stopped:
-                self._stepping = False
-                self._settle()
-                self._condition.notify_all()
-                if self._jobs:
-                    self._stepping = True
-                    return partial(self._run_job, *self._jobs.popleft())
-                if self._batch.requests or self._may_admit():
-                    self._stepping = True
-                    return self._step
-                wait = self._next_deadline - time.monotonic()
-                self._condition.wait(None if wait == float("inf") else max(wait, 0.001))
-            self._stepping = False
-            return None
-
-    def _run_job(self, job: Callable[[], Any], future: Future[Any], at_rest: bool) -> None:
-        try:
-            with self._condition:
-                if at_rest:
-                    self._check_rest()  # it may have been resumed since
-            result = job()
-        except Exception as error:  # noqa: BLE001 - it belongs to the caller; the engine itself is sound
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+    def _wake_at(self) -> float:
+        return self._next_deadline
 
     def _admits(self) -> bool:
         return not (self._paused or self._asleep or self._updating)
@@ -418,15 +337,7 @@ class HFEngine:
             awaited = self._waiting.awaited()
             self._leave(late)
             for r in late:
-                where = f"after {len(r.token_ids)} tokens" if r.token_ids else "before its first token"
-                where += f", while waiting for {awaited}" if awaited else ""
-                r.future.set_exception(
-                    DeadlineError(
-                        f"Request {r.request_id} ended {where}: its deadline of {r.timeout_s:.0f} s is over "
-                        f"({len(self._batch)} running, {len(self._waiting)} waiting, paused={self._paused}, "
-                        f"asleep={self._asleep}). Raise rollout.request_timeout_s or lower the load."
-                    )
-                )
+                r.future.set_exception(self._overdue(r, awaited))
             left = (*self._batch.requests, *self._waiting)
             self._next_deadline = min((r.deadline for r in left), default=float("inf"))
         if self._version is None and self._admits() and self._waiting:
@@ -435,6 +346,16 @@ class HFEngine:
             for r in refused:
                 r.future.set_exception(ContractError(f"The rollout engine cannot generate: {self._refusal}."))
 
+    def _overdue(self, request: Request, awaited: str) -> DeadlineError:
+        made = len(request.token_ids)
+        where = f"after {made} tokens" if made else "before its first token"
+        where += f", while waiting for {awaited}" if awaited else ""
+        return DeadlineError(
+            f"Request {request.request_id} ended {where}: its deadline of {request.timeout_s:.0f} s is over "
+            f"({len(self._batch)} running, {len(self._waiting)} waiting, paused={self._paused}, "
+            f"asleep={self._asleep}). Raise rollout.request_timeout_s or lower the load."
+        )
+
     def _leave(self, gone: list[Request]) -> None:
         self._batch.remove([r for r in gone if r.slot >= 0], self._cache)
         self._waiting.discard(gone)
@@ -442,22 +363,17 @@ class HFEngine:
     def _answer(self, request: Request, reason: str) -> None:
         request.future.set_result(Generation(request.token_ids, request.log_probs, reason, self._version))
 
-    def _end_all(self, error: RolloutError) -> None:
-        with self._condition:
-            for request in (*self._batch.requests, *self._waiting):
-                if not request.future.done():
-                    request.future.set_exception(error)
-            for _, future, _ in self._jobs:
-                future.set_exception(error)
-            self._jobs.clear()
-            self._batch.requests.clear()
-            self._waiting.discard(list(self._waiting))
-            self._stepping = self._abort_all = False
-            self._condition.notify_all()
+    def _forget_all(self, error: RolloutError) -> None:
+        for request in (*self._batch.requests, *self._waiting):
+            if not request.future.done():
+                request.future.set_exception(error)
+        self._batch.requests.clear()
+        self._waiting.discard(list(self._waiting))
+        self._abort_all = False
 
     def _step(self) -> None:
         with self._condition:
-            admitted = self._admit() if self._may_admit() else []
+            admitted = admit(self._batch, self._waiting) if self._may_admit() else []
             if self._cache is None:
                 self._cache = SlotKVCache(
                     self.model.kv_shape,
@@ -474,36 +390,10 @@ class HFEngine:
             self.counters.shared_tokens += copied
             self.counters.prefill_s += time.perf_counter() - started
         started = time.perf_counter()
-        ended = self._decode(cache)
+        ended = decode(self.model, cache, self._batch, self.counters)
         self.counters.decode_s += time.perf_counter() - started
         if ended:
             with self._condition:
                 self._batch.remove([request for request, _ in ended], cache)
                 for request, reason in ended:
                     self._answer(request, reason)
-
-    def _admit(self) -> list[Admitted]:
-        """Move requests from the queue to free slots."""
-        admitted: list[Admitted] = []
-        while len(self._batch) < self._batch.slots and self._waiting.ready(len(self._batch)):
-            request = self._waiting.next()
-            admitted.append((request, self._batch.holder(request.prefix_key)))
-            self._batch.add(request)
-        return admitted
-
-    def _decode(self, cache: SlotKVCache) -> list[tuple[Request, str]]:
-        """One token for each running request; returns those that end with it."""
-        batch, device = self._batch, self.model.device
-        n = len(batch)
-        lengths = batch.length[:n].copy()
-        settings = batch.settings
-        logits = self.model.decode(
-            torch.from_numpy(batch.last_token[:n, None].copy()).to(device),
-            torch.from_numpy(lengths[:, None]).to(device),
-            DecodeStep(cache, lengths),
-        )
-        seen = [r.prompt_ids + r.token_ids for r in batch.requests] if settings.penalised else None
-        tokens, log_probs = sample(logits, settings, lengths + 1, seen)
-        self.counters.decode_tokens += n
-        self.counters.decode_steps += 1
-        return batch.advance(tokens.tolist(), log_probs.tolist())

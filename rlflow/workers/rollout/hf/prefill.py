@@ -7,12 +7,23 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from rlflow.workers.rollout.hf.batch import Request
+from rlflow.workers.rollout.hf.admission import Admission
+from rlflow.workers.rollout.hf.batch import Batch, Request
 from rlflow.workers.rollout.hf.kv_cache import PrefillStep, SlotKVCache
 from rlflow.workers.rollout.hf.model import ServedModel
 
 # A new request, and one that holds (or is about to hold) the same prompt in the cache, if there is one.
 Admitted = tuple[Request, Request | None]
+
+
+def admit(batch: Batch, waiting: Admission) -> list[Admitted]:
+    """Move requests from the queue to free slots."""
+    admitted: list[Admitted] = []
+    while len(batch) < batch.slots and waiting.ready(len(batch)):
+        request = waiting.next()
+        admitted.append((request, batch.holder(request.prefix_key)))
+        batch.add(request)
+    return admitted
 
 
 def prefill(
