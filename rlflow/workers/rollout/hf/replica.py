@@ -31,12 +31,11 @@ class HFReplica(RolloutReplica):
 
         node = await self._node()
         threads = max(1, node["cores"] // self.replicas_on_node)
-        actor: Any = ray.remote(self._server_class())
+        actor: Any = ray.remote(with_environment(self._server_class(), self._environment(threads, node["env"])))
         server = actor.options(
             num_cpus=0,
             max_concurrency=self.max_concurrency,
             scheduling_strategy=self._placement(node),
-            runtime_env={"env_vars": self._environment(threads, node["env"])},
             **self._more_options(),
         ).remote(self.config, self.model_config, self.replica_rank, self.replicas_on_node)
         facts = await ray_await(
@@ -100,6 +99,21 @@ def node_facts(_worker: Any = None) -> dict[str, Any]:
     if (visible := get_visible_devices_keyword()) and visible in os.environ:
         env[visible] = os.environ[visible]
     return {"node_id": ray.get_runtime_context().get_node_id(), "cores": cpu_cores(), "env": env}
+
+
+def with_environment(server_class: type, env: dict[str, str]) -> type:
+    """The class, constructed in this environment: before torch is imported, as importing the class does not do it.
+
+    In Ray's `runtime_env` it would cost a second start of the interpreter.
+    """
+
+    class Server(server_class):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any) -> None:
+            os.environ.update(env)
+            super().__init__(*args)
+
+    Server.__name__ = Server.__qualname__ = server_class.__name__
+    return Server
 
 
 def server_environment(threads: int, device_env: dict[str, str]) -> dict[str, str]:
