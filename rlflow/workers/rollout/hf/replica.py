@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from typing import Any
@@ -109,7 +110,11 @@ def with_environment(server_class: type, env: dict[str, str]) -> type:
 
     class Server(server_class):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any) -> None:
+            from rlflow.utils.py_functional import importing
+
             os.environ.update(env)
+            with importing("transformers.models.auto.modeling_auto"):
+                importlib.import_module("transformers.models.auto.modeling_auto")
             super().__init__(*args)
 
     Server.__name__ = Server.__qualname__ = server_class.__name__
