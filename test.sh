@@ -28,7 +28,13 @@ if [ $# -eq 0 ]; then
     check "mypy" "$bin/mypy"
     check "import-linter" "$bin/lint-imports"
 fi
-check "pytest" "$bin/python" -m pytest "$@"
+if [ $# -eq 0 ]; then
+    # What needs the machine for itself: tests/conftest.py.
+    check "pytest, two side by side" "$bin/python" -m pytest -n 2 --dist loadfile --alone without
+    check "pytest, one by one" "$bin/python" -m pytest --alone only
+else
+    check "pytest" "$bin/python" -m pytest "$@"
+fi
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "test.sh: failed: ${failed[*]}" >&2

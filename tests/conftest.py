@@ -1,11 +1,17 @@
-"""Fixtures of the whole suite: one Ray cluster, one tiny model."""
+"""Fixtures of the whole suite: one Ray cluster, one tiny model. And what may run beside other tests.
+
+`./test.sh` makes two passes: two processes side by side (`-n 2 --alone without`), each with a Ray cluster of its own,
+for all tests but those that need the machine for themselves (`--alone only`): whole runs, which use all cores anyway,
+and tests marked `alone`, whose processes are killed or whose deadlines are short.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Side by side, two threads each would spin against one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -22,6 +28,28 @@ from hypothesis import settings
 # On a shared machine a slow example says nothing about the code.
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
+
+
+ALONE_FOLDERS = {"e2e", "faults"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "only: the tests that need the machine for themselves; without: the others (default: all)"
+    parser.addoption("--alone", choices=("only", "without"), help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    choice = config.getoption("--alone")
+    if choice is None:
+        return
+    chosen = [item for item in items if needs_the_machine(item) == (choice == "only")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
+
+
+def needs_the_machine(item: pytest.Item) -> bool:
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    return folder in ALONE_FOLDERS or item.get_closest_marker("alone") is not None
 
 
 @pytest.fixture(scope="session")

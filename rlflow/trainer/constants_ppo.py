@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rlflow.utils.determinism import DETERMINISM_ENV, determinism_environment
@@ -37,3 +39,18 @@ def get_ppo_ray_runtime_env(config: Any = None) -> dict[str, Any]:
         ours = determinism_environment(int(rollout.seed))
         env_vars |= {name: value for name, value in ours.items() if name in _DETERMINED or name not in os.environ}
     return {"env_vars": env_vars}
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """This process's environment with these variables, for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

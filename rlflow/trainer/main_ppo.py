@@ -172,23 +172,27 @@ def _init_ray(config: Any, guard: SignalGuard | None) -> None:
     import ray
     from omegaconf import OmegaConf
 
-    from rlflow.trainer.constants_ppo import get_ppo_ray_runtime_env
+    from rlflow.trainer.constants_ppo import environment, get_ppo_ray_runtime_env
 
     # On a busy machine Ray's agents need longer than its default of a few seconds to register.
     os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
     # `ray job submit` gave the job a runtime environment; Ray refuses a variable that it and ours both name.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     kwargs: Any = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
-    ours, users = get_ppo_ray_runtime_env(config), kwargs.pop("runtime_env", None) or {}
-    env_vars = {**ours["env_vars"], **(users.get("env_vars") or {})}
-    if MARK_ENV in os.environ:
-        env_vars[MARK_ENV] = os.environ[MARK_ENV]  # also where Ray was running before and starts the workers
+    ours, users = get_ppo_ray_runtime_env(config)["env_vars"], kwargs.pop("runtime_env", None) or {}
     kwargs["address"] = cluster_to_join(kwargs.get("address"))
     if kwargs["address"] != "local":
         kwargs.pop("num_cpus", None)  # the cluster has what it was started with
+        env_vars = {**ours, **(users.get("env_vars") or {})}
+        if MARK_ENV in os.environ:
+            env_vars[MARK_ENV] = os.environ[MARK_ENV]  # these processes are not started by this one
+        ray.init(runtime_env={**users, "env_vars": env_vars}, **kwargs)
     else:
         kwargs.setdefault("include_dashboard", False)
-    ray.init(runtime_env={**users, "env_vars": env_vars}, **kwargs)
+        # A Ray of our own hands its environment on. As a `runtime_env` it would cost a second start of the interpreter
+        # in each process, and the ones Ray has ready would be of no use.
+        with environment(ours):
+            ray.init(runtime_env=users or None, **kwargs)
     if guard is not None:
         guard.ray_started()
 

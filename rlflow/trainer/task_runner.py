@@ -52,7 +52,10 @@ class TaskRunner:
         from omegaconf import OmegaConf, open_dict
 
         import rlflow.transfer_queue as tq
-        from rlflow.trainer.ppo.trainer_base import get_trainer_cls
+        from rlflow.utils.py_functional import importing
+
+        with importing("rlflow.trainer.ppo.trainer_base"):
+            from rlflow.trainer.ppo.trainer_base import get_trainer_cls
 
         configure_logging()
         protect_process(config)

@@ -31,7 +31,10 @@ def hf_tokenizer(name_or_path: str, correct_pad_token: bool = True, correct_gemm
     Raises:
         ConfigError: nothing loadable is there.
     """
-    from transformers import AutoTokenizer
+    from rlflow.utils.py_functional import importing
+
+    with importing("transformers.models.auto.tokenization_auto"):
+        from transformers import AutoTokenizer
 
     kwargs.setdefault("trust_remote_code", False)
     if correct_gemma2 and "gemma-2-2b-it" in str(name_or_path):

@@ -21,6 +21,8 @@ from rlflow.observe.tracking.values import flatten
 from rlflow.utils.errors import ConfigError
 from rlflow.utils.metric import as_number
 
+pytestmark = pytest.mark.alone
+
 
 def test_a_resumed_run_appends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLFLOW_FILE_LOGGER_ROOT", str(tmp_path))

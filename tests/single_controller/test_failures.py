@@ -17,6 +17,8 @@ from rlflow.single_controller.base import Dispatch, Worker, mesh, register
 from rlflow.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, WorkerError
 from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 
+pytestmark = pytest.mark.alone
+
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 

@@ -16,6 +16,8 @@ from rlflow.single_controller.ray.cluster import Node, address_key
 from rlflow.single_controller.ray.pool import check_fits
 from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 
+pytestmark = pytest.mark.alone
+
 
 def _nodes(*gpus):
     return [Node(str(i), f"10.0.0.{i}", {"GPU": count}, {"GPU": 0}) for i, count in enumerate(gpus)]

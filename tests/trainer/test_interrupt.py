@@ -12,6 +12,8 @@ import time
 import psutil
 import pytest
 
+pytestmark = pytest.mark.alone
+
 LAUNCHER = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves run under nohup

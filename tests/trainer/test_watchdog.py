@@ -15,6 +15,8 @@ from rlflow.trainer.follow import follow
 from rlflow.trainer.watchdog import Watchdog
 from rlflow.utils.errors import DeadlineError, RlflowError
 
+pytestmark = pytest.mark.alone
+
 
 def wait_for_ever(event: threading.Event) -> None:
     event.wait(timeout=60)

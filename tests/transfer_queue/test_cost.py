@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 from tensordict import TensorDict
 
 import rlflow.transfer_queue as tq
+
+pytestmark = pytest.mark.alone
 
 
 def test_remote_calls_of_each_operation(ray_table, messages):

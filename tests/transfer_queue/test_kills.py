@@ -22,6 +22,8 @@ from tensordict import TensorDict
 import rlflow.transfer_queue as tq
 from rlflow.utils.ray_utils import ray_get
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 15.0  # within this every caller has its error
 

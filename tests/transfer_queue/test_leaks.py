@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
 import rlflow.transfer_queue as tq
 from rlflow.utils.ray_utils import ray_get
+
+pytestmark = pytest.mark.alone
 
 STEPS = 200
 SETTLED = 40  # steps after which pools and allocators have their size

@@ -18,6 +18,8 @@ from rlflow.transfer_queue.settings import merge_config, place_units
 from rlflow.utils.errors import ConfigError, DeadlineError
 from rlflow.utils.ray_utils import ray_get
 
+pytestmark = pytest.mark.alone
+
 
 @ray.remote(num_cpus=0)
 class OtherProcess:

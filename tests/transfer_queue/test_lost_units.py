@@ -17,6 +17,8 @@ from rlflow.transfer_queue.snapshot import Home, encode, freeze, thaw
 from rlflow.transfer_queue.table import BlockHead, Table
 from rlflow.transfer_queue.tags import pack_tags
 
+pytestmark = pytest.mark.alone
+
 LONG = 30.0
 
 

@@ -18,6 +18,8 @@ import pytest
 
 from rlflow.utils.import_utils import load_module
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = Path(__file__).with_name("two_nodes.py")
 SCENARIOS = [name for name in vars(load_module(str(SCRIPT)).Scenarios) if not name.startswith("_")]
 

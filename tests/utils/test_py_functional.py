@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import pytest
 
 from rlflow.utils.metric import Metric
-from rlflow.utils.py_functional import DynamicEnum, append_to_dict, rename_dict, union_two_dict
+from rlflow.utils.py_functional import DynamicEnum, append_to_dict, importing, rename_dict, union_two_dict
 
 
 class Colour(DynamicEnum):
@@ -62,3 +63,16 @@ def test_a_union_refuses_two_values_under_one_key():
     assert first == {"a": 1, "b": 2}
     with pytest.raises(ValueError, match="'a' has the values 1 and 2"):
         union_two_dict(first, {"a": 2})
+
+
+def test_garbage_is_not_looked_for_during_a_first_import_and_is_afterwards() -> None:
+    try:
+        with importing("a_module_that_is_not_there"):
+            assert not gc.isenabled()
+        assert gc.isenabled() and gc.get_freeze_count() > 0
+        gc.unfreeze()
+        with importing("sys"):
+            assert gc.isenabled()
+        assert gc.get_freeze_count() == 0, "what lives by then stays collectable"
+    finally:
+        gc.unfreeze()

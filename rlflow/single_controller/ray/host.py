@@ -3,9 +3,9 @@
     configure(context)  ->  build(role, cls, args)  for each role  ->  call(role, method, args) ...
 
 Invariants
-    - The environment is complete before the first role's module is imported: Ray sets what libraries read when they
-      load (thread counts, visible devices), `configure` the rank and the rendezvous, and only then `build` receives
-      the class.
+    - The environment is complete before the first role's module is imported: Ray sets the visible devices, `configure`
+      what libraries read when they load (thread counts), the rank and the rendezvous, and only then `build` receives
+      the class. Nothing before loads such a library.
     - Calls run one after the other, in the order in which the controller made them, on the main thread: collectives of
       different ranks meet in the same order, and code that needs the main thread (signals) works.
     - An `async def` method is run to its end before the next call starts. All of them run on one event loop that

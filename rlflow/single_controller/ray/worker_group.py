@@ -70,7 +70,7 @@ class RayWorkerGroup(WorkerGroup):
         kwargs:
             device_name: "cuda" or "cpu"; None: the pool's. use_gpu: false means no device is taken.
             master_addr, master_port: rendezvous, both or none. master_port_range: (low, high), the first free port.
-            worker_env: further environment variables.
+            worker_env: further environment variables, set in each process before its roles are imported.
             profile_steps, worker_nsight_options: run the workers under nsys (cuda only).
             call_timeout_s: deadline of each call unless its method has one.
 
@@ -139,23 +139,25 @@ class RayWorkerGroup(WorkerGroup):
         pool.get_placement_groups("STRICT_PACK" if bin_pack else "PACK")
         bundles = pool.bundles()
         try:
-            for rank, env in enumerate(self._process_envs(bundles)):
-                self._launch(pool, bundles[rank], env, detached)
+            for bundle in bundles:
+                self._launch(pool, bundle, detached)
             self._processes.places = self._ask("describe", [()] * len(bundles))
             self._master = self._choose_master(bundles)
-            contexts = self._contexts(bundles)
-            settings = self._settings
-            self._ask("configure", [(context, settings.worker_env, settings.device_name) for context in contexts])
+            places = zip(self._contexts(bundles), self._process_envs(bundles), strict=True)
+            self._ask("configure", [(context, env, self._settings.device_name) for context, env in places])
             for role, spec in self.ray_cls_with_init.roles.items():
                 self._ask("build", [(role, spec.cls, spec.args, spec.kwargs)] * len(bundles), role)
         except BaseException:  # also an interrupt: no half of a group may stay behind
             self.shutdown()
             raise
 
-    def _launch(self, pool: RayResourcePool, bundle: Bundle, env: dict[str, str], detached: bool) -> None:
+    def _launch(self, pool: RayResourcePool, bundle: Bundle, detached: bool) -> None:
         spec = self.ray_cls_with_init
         name = f"{self.name_prefix}{spec.name}_{bundle.group_index}:{bundle.index}"
-        options: dict[str, Any] = {"name": name, "runtime_env": {"env_vars": env, **self._settings.nsight()}}
+        options: dict[str, Any] = {"name": name}
+        # Nothing else goes here: Ray starts the interpreter of a process with a runtime environment twice.
+        if nsight := self._settings.nsight():
+            options["runtime_env"] = nsight
         if detached or pool.detached:
             options["lifetime"] = "detached"
         actor = spec(
@@ -170,7 +172,7 @@ class RayWorkerGroup(WorkerGroup):
         self._processes.names.append(name)
 
     def _process_envs(self, bundles: Sequence[Bundle]) -> list[dict[str, str]]:
-        """What a process must find in its environment when it starts, before any library reads it."""
+        """What the libraries of a process must find in its environment when they are loaded."""
         alive = {node.node_id: node for node in cluster.nodes()}
         on_node = Counter(bundle.node_id for bundle in bundles)
         common = {DEVICE_ENV: self._settings.device_name}

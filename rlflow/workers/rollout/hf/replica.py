@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from typing import Any
@@ -31,12 +32,11 @@ class HFReplica(RolloutReplica):
 
         node = await self._node()
         threads = max(1, node["cores"] // self.replicas_on_node)
-        actor: Any = ray.remote(self._server_class())
+        actor: Any = ray.remote(with_environment(self._server_class(), self._environment(threads, node["env"])))
         server = actor.options(
             num_cpus=0,
             max_concurrency=self.max_concurrency,
             scheduling_strategy=self._placement(node),
-            runtime_env={"env_vars": self._environment(threads, node["env"])},
             **self._more_options(),
         ).remote(*self._server_arguments())
         self.servers, self._server_handle = [server], server
@@ -106,6 +106,25 @@ def node_facts(_worker: Any = None) -> dict[str, Any]:
     ids = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(cores))
     node_id = ray.get_runtime_context().get_node_id()
     return {"node_id": node_id, "cores": cores, "core_ids": ids[:cores], "env": env}
+
+
+def with_environment(server_class: type, env: dict[str, str]) -> type:
+    """The class, constructed in this environment: before torch is imported, as importing the class does not do it.
+
+    In Ray's `runtime_env` it would cost a second start of the interpreter.
+    """
+
+    class Server(server_class):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any) -> None:
+            from rlflow.utils.py_functional import importing
+
+            os.environ.update(env)
+            with importing("transformers.models.auto.modeling_auto"):
+                importlib.import_module("transformers.models.auto.modeling_auto")
+            super().__init__(*args)
+
+    Server.__name__ = Server.__qualname__ = server_class.__name__
+    return Server
 
 
 def server_environment(threads: int, device_env: dict[str, str]) -> dict[str, str]:
