@@ -83,7 +83,7 @@ def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) ->
         if (_is_group(key) and not override.is_delete()) or key.startswith("hydra."):
             continue
         if key not in known and (closed_node(key) or not (override.is_add() or override.is_force_add())):
-            problems.append(_unknown_key(key, known))
+            problems.append(unknown_key(key, known))
         elif override.is_delete():
             problems.append(_cannot_remove(key, config))
         elif _is_misread_range(key, override):
@@ -139,7 +139,8 @@ def _cannot_remove(key: str, config: Any) -> str:
     )
 
 
-def _unknown_key(key: str, known: set[str]) -> str:
+def unknown_key(key: str, known: set[str]) -> str:
+    """The sentence for a key that is not among `known`, with what was probably meant."""
     last = key.rsplit(".", 1)[-1]
     same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == last]
     close = sorted(same_leaf, key=lambda k: -difflib.SequenceMatcher(None, k, key).ratio())[:3]
