@@ -42,6 +42,20 @@ def default_of(key: str) -> typing.Any:
     return functools.reduce(lambda node, name: getattr(node, name, None), names, TYPED_NODES[root]())
 
 
+def hint_of(key: str) -> typing.Any:
+    """The type of a key of the typed nodes; None for a key that no dataclass describes."""
+    root = next((node for node in TYPED_NODES if key.startswith(f"{node}.") or key == node), None)
+    if root is None:
+        return None
+    hint: typing.Any = TYPED_NODES[root]
+    for name in key[len(root) + 1 :].split(".") if key != root else ():
+        kind = next((one for one in _alternatives(hint) if dataclasses.is_dataclass(one)), None)
+        hint = typing.get_type_hints(kind).get(name) if kind is not None else None
+        if hint is None:
+            return None
+    return hint
+
+
 def closed_node(key: str) -> str | None:
     """The typed node that would have to know `key` and does not; None where the key is known, or anything may be put.
 
