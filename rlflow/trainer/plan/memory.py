@@ -104,9 +104,7 @@ def _critic(config: Any, size: ModelSize) -> dict[str, Any]:
     return {"weights": resident["weights"], "optimizer": resident["optimizer"], "update": update}
 
 
-def _training(
-    config: Any, node: Any, engine: Any, model: Any, size: ModelSize, trained: int
-) -> dict[str, Parts]:
+def _training(config: Any, node: Any, engine: Any, model: Any, size: ModelSize, trained: int) -> dict[str, Parts]:
     """What a model that trains holds all the time (`resident`), and in a step (`update`)."""
     device = str(config.trainer.device)
     ranks = int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
@@ -124,8 +122,10 @@ def _training(
     if not resident["optimizer"]:
         update["loaded optimizer"] = trained * stored * states // shards if on_device else 0
     if shards > 1 or stored != computed:
-        gathered = size.parameters if shards == 1 or not engine.reshard_after_forward else (
-            size.root_parameters + 2 * size.layer_parameters
+        gathered = (
+            size.parameters
+            if shards == 1 or not engine.reshard_after_forward
+            else (size.root_parameters + 2 * size.layer_parameters)
         )
         update["gathered weights"] = gathered * computed
         update["gradients before their reduction"] = (size.root_parameters + size.layer_parameters) * computed
@@ -208,7 +208,9 @@ def _everywhere(phases: dict[str, Parts], part: str, size: int) -> None:
 
 
 def _resident(parts: Parts) -> Parts:
-    return {name: size for name, size in parts.items() if name.endswith(("weights", "optimizer")) and "ga" not in name[:2]}
+    return {
+        name: size for name, size in parts.items() if name.endswith(("weights", "optimizer")) and "ga" not in name[:2]
+    }
 
 
 def _sum(parts: Parts) -> int:
