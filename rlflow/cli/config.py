@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
     """Register the subcommand and its two verbs."""
     parser = subparsers.add_parser(
         "config",
-        help="explain a key of the configuration; show the resolved tree",
+        help="explain a key, show the resolved tree",
         description="Answers questions about the configuration without starting anything.",
         epilog="example: rlflow config explain 'actor_rollout_ref.rollout.*length'",
     )

@@ -54,10 +54,18 @@ def test_a_plan_starts_and_imports_no_ray_and_no_transformers(tmp_path: Path) ->
     for name in ("train.parquet", "val.parquet"):
         (tmp_path / name).write_text("no parquet: its rows are not known")
     (tmp_path / "config.json").write_text("{}")
-    code, names = imported(
-        "rlflow.cli.main", "plan", f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/val.parquet",
-        f"actor_rollout_ref.model.path={tmp_path}", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.actor.use_dynamic_bsz=true", "trainer.device=cpu",
-        "trainer.logger=[file]", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "data.train_batch_size=8",
-    )  # fmt: skip
+    overrides = [
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/val.parquet",
+        "data.train_batch_size=8",
+        f"actor_rollout_ref.model.path={tmp_path}",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "algorithm.adv_estimator=grpo",
+        "trainer.device=cpu",
+        "trainer.logger=[file]",
+    ]
+    code, names = imported("rlflow.cli.main", "plan", *overrides)
     assert code == 0 and not names & {"ray", "transformers", "vllm", "sglang"}

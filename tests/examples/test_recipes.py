@@ -230,8 +230,8 @@ EIGHT: dict[str, tuple[dict[str, object], str]] = {
         "actor/grad_norm",
     ),
 }
-# Those whose way through the trainer no other default test takes with a recipe; the others take minutes more.
-QUICK = ("dapo_trainer/run_qwen2_5_7b_fsdp", "long_context_trainer/run_qwen3_8b_fsdp")
+# Those that no other default test covers by its algorithm; the others take minutes more.
+QUICK = ("dapo_trainer/run_qwen2_5_7b_fsdp", "reinforce_plus_plus_trainer/run_qwen3_8b_fsdp")
 the_eight = pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EIGHT]
 )

@@ -37,7 +37,7 @@ def test_versions_are_compared_with_what_rlflow_requires(monkeypatch: pytest.Mon
     bad = {finding.what.split()[0]: finding for finding in packages.examine_versions() if finding.state == "bad"}
     assert set(bad) == {"torch", "ray"}
     assert bad["ray"].what.startswith("ray is not installed") and "pip install 'ray" in bad["ray"].fix
-    assert "torch 1.0, and >=" in bad["torch"].what
+    assert "torch 1.0, and " in bad["torch"].what
 
 
 def test_a_bad_pair_needs_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class BadPair:
-    """Versions that do not work (together): distribution -> versions, all of which must be there; `why`, and the fix."""
+    """Versions that do not work together: distribution -> versions, all of which are there; why, and the fix."""
 
     versions: dict[str, str]
     why: str
@@ -151,7 +151,7 @@ def extras() -> list[str]:
 
 
 def requirements(extra: str = "") -> list[Requirement]:
-    """Requirements of the base, or of one extra, that concern this interpreter; extras of rlflow itself are resolved."""
+    """Requirements of the base, or of one extra, that concern this interpreter; own extras are resolved."""
     project = _project()
     if project is not None:
         texts = project["optional-dependencies"].get(extra, []) if extra else project["dependencies"]

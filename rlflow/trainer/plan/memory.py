@@ -6,8 +6,8 @@ A device is a GPU, or on device cpu one process. Its phases:
     weights      the weights on their way to the rollout server
     rollout      generation: the server's weights, its cache, the logits of the running sequences
 
-Sizes are those of rows that are as long as they may be: a bound for most steps. What the libraries take before a model is
-loaded is not counted. benchmarks/plan_memory.py compares these figures with real processes.
+Sizes are those of rows that are as long as they may be: a bound for most steps. What the libraries take before a model
+is loaded is not counted. benchmarks/plan_memory.py compares these figures with real processes.
 """
 
 from __future__ import annotations

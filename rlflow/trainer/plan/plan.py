@@ -54,7 +54,8 @@ def make_plan(overrides: Sequence[str]) -> Plan:
     """
     from rlflow.trainer.prepare import prepare_config
 
-    config, notices = prepare_config(overrides)
+    notices: list[str] = []
+    config = prepare_config(overrides, notices.append)
     return describe_plan(config, overrides, notices)
 
 

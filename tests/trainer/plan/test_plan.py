@@ -90,7 +90,8 @@ def test_the_stages_are_those_that_run(command: list[str], more: list[str], stag
 
 def test_memory_grows_with_what_it_depends_on(command: list[str]) -> None:
     def peaks(*more: str) -> dict[str, dict[str, int]]:
-        plan = make_plan([*command, "trainer.device=cpu", "trainer.n_gpus_per_node=1", *more])
+        few = ["data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4", "trainer.n_gpus_per_node=1"]
+        plan = make_plan([*command, "trainer.device=cpu", *few, *more])
         return {device.name: device.peaks for device in plan.memory.devices}
 
     base = peaks()
@@ -142,9 +143,10 @@ def test_no_secret_is_printed(
         f"trainer.experiment_name=run-{CANARY}",
         f"trainer.wandb_proxy=http://me:{CANARY}@host",
     ]
-    main([*command, *secrets, *flags])
+    code = main([*command, *secrets, *flags])
     captured = capsys.readouterr()
-    assert CANARY not in captured.out + captured.err and "***" in captured.out + captured.err
+    assert CANARY not in captured.out + captured.err
+    assert code == (2 if "trainer.n_gpus_per_node=0" in flags else 0) and (code or "***" in captured.out)
 
 
 def test_the_plan_is_saved_beside_the_configuration(command: list[str], tmp_path: Path) -> None:
