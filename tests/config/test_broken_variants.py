@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from rlflow.utils.errors import ConfigError
 
 A, G, C = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"
 STATIC = [f"{A}.use_dynamic_bsz=false", f"{G}.log_prob_micro_batch_size_per_gpu=8"]
+ABSENT = {"peft", "swanlab", "prometheus_client"}
 # (overrides, what the message says: the value, why not, what to try)
 VARIANTS: list[tuple[list[str], list[str]]] = [
     # unknown keys
@@ -124,6 +126,18 @@ def message_of(overrides: list[str]) -> str:
         config, unusable = compose_what_can_be(overrides)
         validate_config(config, check_user_names, overrides=overrides, unusable=unusable)
     return str(error.value)
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name in ABSENT else find(name, *more))
+    wanted = {
+        "actor_rollout_ref.model.lora_rank=8": "rlflow[lora]",
+        "trainer.logger=[swanlab]": "rlflow[swanlab]",
+        "transfer_queue.metrics.enabled=true": "rlflow[metrics]",
+    }
+    message = message_of([*files, *wanted])
+    assert "3 problems" in message and all(f"pip install '{extra}'" in message for extra in wanted.values())
 
 
 def test_there_are_fifty() -> None:
