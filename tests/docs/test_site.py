@@ -243,7 +243,9 @@ def problem_of(words: list[str], extras: dict[str, Any]) -> str | None:
 
 def command_line_problem(module: str, rest: list[str]) -> str | None:
     if module == "rlflow.trainer.main_ppo":
-        return next((f"no option {o}" for o in options_of(rest) if o not in ("--cfg", "--help", "--plan", "--json")), None)
+        return next(
+            (f"no option {o}" for o in options_of(rest) if o not in ("--cfg", "--help", "--plan", "--json")), None
+        )
     if module in ("rlflow.cli", "rlflow.model_merger"):
         command = next((word for word in rest if not word.startswith("-")), None)
         if module == "rlflow.model_merger":
