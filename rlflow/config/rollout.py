@@ -77,6 +77,6 @@ class RolloutConfig(BaseConfig):
     def __post_init__(self) -> None:
         if self.mode != "async":
             raise ConfigError(
-                f"rollout.mode={self.mode!r} does not exist any more: every engine is served by a process of its own. "
-                "Remove the key or set rollout.mode=async"
+                f"rollout.mode={self.mode!r} does not exist any more: every engine is served by a process of its own.\n"
+                "    try:    actor_rollout_ref.rollout.mode=async"
             )
