@@ -40,11 +40,25 @@ class CheckpointEngineConfig(BaseConfig):
 
 
 @dataclass
+class SupervisorConfig(BaseConfig):
+    """Who watches the replicas; seconds. `max_restarts` counts each replica by itself."""
+
+    enable: bool = True
+    heartbeat_s: float = 5.0
+    hang_timeout_s: float = 30.0
+    start_timeout_s: float = 600.0
+    ready_timeout_s: float = 120.0
+    max_restarts: int = 3
+
+
+@dataclass
 class RolloutConfig(BaseConfig):
     """A rollout replica and how it samples. Lengths are tokens; `request_timeout_s` bounds one generate call."""
 
     name: str = "???"
     mode: str = "async"
+    nnodes: int = 0
+    n_gpus_per_node: int = 8
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -72,6 +86,7 @@ class RolloutConfig(BaseConfig):
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
     agent: AgentLoopConfig = field(default_factory=AgentLoopConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"hf": {}})
 
     def __post_init__(self) -> None:

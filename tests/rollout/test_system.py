@@ -14,7 +14,7 @@ import torch
 
 from rlflow.checkpoint_engine.checksum import combine, tensor_digest
 from rlflow.checkpoint_engine.manager import CheckpointEngineManager, SyncState
-from rlflow.utils.errors import ContractError, DeadlineError, WeightSyncError
+from rlflow.utils.errors import ConfigError, ContractError, DeadlineError, WeightSyncError
 from rlflow.utils.ray_utils import ray_get
 from rlflow.workers.rollout.base import RolloutError, SamplingParams
 from rlflow.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
@@ -233,7 +233,7 @@ def test_the_callers_parameters_are_not_changed_and_unknown_ones_are_refused(sys
     given = dict(params)
     output = system.generate([5, 6], params)
     assert params == given and output.log_probs is None
-    with pytest.raises(ContractError, match="beam_width"):
+    with pytest.raises(ConfigError, match="engine hf cannot use beam_width=4"):
         system.generate([5], {"beam_width": 4})
     with pytest.raises(ContractError, match="cannot be continued"):
         system.generate([5] * 64, GREEDY)

@@ -39,11 +39,12 @@ class HFReplica(RolloutReplica):
             runtime_env={"env_vars": self._environment(threads, node["env"])},
             **self._more_options(),
         ).remote(self.config, self.model_config, self.replica_rank, self.replicas_on_node)
+        self.servers, self._server_handle = [server], server
         facts = await ray_await(
             server.ready.remote(), what=f"{self.kind} replica {self.replica_rank} to start", timeout_s=LAUNCH_TIMEOUT_S
         )
         logger.info("%s replica %d: %s", self.kind, self.replica_rank, facts)
-        self.servers, self._server_handle, self.pids = [server], server, [facts["pid"]]
+        self.pids = [facts["pid"]]
 
     def _server_class(self) -> type:
         if self.is_reward_model:
@@ -70,8 +71,7 @@ class HFReplica(RolloutReplica):
     async def _node(self) -> dict[str, Any]:
         """Facts of the node to serve on: that of the worker, of the pool's bundle, or any."""
         if self.workers:
-            call = self.workers[0].__ray_call__.remote(node_facts)
-            return await ray_await(call, what="a worker's node", timeout_s=LAUNCH_TIMEOUT_S)
+            return (await self.ask_workers(node_facts))[0]
         facts = node_facts()
         if self.resource_pool is not None:  # Ray chooses among the pool's devices
             facts["env"] = {DEVICE_ENV: self.resource_pool.device_name}

@@ -16,8 +16,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlflow.checkpoint_engine.base import TensorMeta, WeightReceipt
-from rlflow.utils.errors import ConfigError, WeightSyncError
+from rlflow.utils.errors import WeightSyncError
 from rlflow.workers.rollout.base import SamplingParams, TokenOutput
+from rlflow.workers.rollout.capabilities import check_request
 
 if TYPE_CHECKING:
     from rlflow.workers.rollout.hf.model import ServedModel
@@ -61,8 +62,9 @@ class HFServer:
         self._loaded_bytes = 0
 
     async def ready(self) -> dict[str, Any]:
-        """Answers once the model is built: {"pid", "max_model_len", "max_num_seqs", "threads", "dtype"}."""
+        """Answers once the model is built: process, limits, precision and engine."""
         import torch
+        import transformers
 
         limits = self._engine.limits
         return {
@@ -71,6 +73,9 @@ class HFServer:
             "max_num_seqs": limits.max_num_seqs,
             "threads": torch.get_num_threads(),
             "dtype": str(self._engine.model.dtype),
+            "engine": "hf",
+            "engine_version": transformers.__version__,
+            "address": None,
         }
 
     # --- generation -----------------------------------------------------------------------------------------------
@@ -95,8 +100,7 @@ class HFServer:
         Raises:
             ContractError: bad parameters or prompt, or no usable weights.
         """
-        if given := sorted(key for key, value in kwargs.items() if value):
-            raise ConfigError(f"The hf rollout engine takes token ids only; it cannot use {', '.join(given)}.")
+        check_request("hf", {}, kwargs)
         params = SamplingParams.from_dict(sampling_params, ignore_eos=bool(self._config.ignore_eos))
         future = self._engine.submit(
             prompt_ids,
@@ -115,7 +119,11 @@ class HFServer:
             token_ids=result.token_ids,
             log_probs=result.log_probs if params.logprobs else None,
             stop_reason=result.stop_reason,
-            extra_fields={"global_steps": result.version, "raw_stop_reason": result.stop_reason},
+            extra_fields={
+                "global_steps": result.version,
+                "raw_stop_reason": result.stop_reason,
+                "version_spans": [[result.version, len(result.token_ids)]] if result.token_ids else [],
+            },
         )
 
     async def announce_sessions(self, sessions: list[str], keep: list[str]) -> None:
