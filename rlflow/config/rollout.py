@@ -8,6 +8,8 @@ from typing import Any
 from rlflow.config.base import BaseConfig
 from rlflow.utils.errors import ConfigError
 
+CANARIES = ("auto", "always", "never")
+
 
 @dataclass
 class SamplingConfig(BaseConfig):
@@ -33,10 +35,25 @@ class AgentLoopConfig(BaseConfig):
 
 @dataclass
 class CheckpointEngineConfig(BaseConfig):
-    """Weights in memory, actor to rollout. `naive` = shared memory between processes of one node."""
+    """Weights in memory, actor to rollout; see docs/weight_sync.md. `*_timeout_s`: seconds of a phase of a sync."""
 
     backend: str = "naive"
     update_weights_bucket_megabytes: int = 2048
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    custom_backend_module: Any = None
+    keep_fp32: list[str] = field(default_factory=list)
+    canary: str = "auto"
+    canary_tolerance: float | None = None
+    pause_timeout_s: float = 120.0
+    prepare_timeout_s: float = 120.0
+    transfer_timeout_s: float = 600.0
+    verify_timeout_s: float = 300.0
+    commit_timeout_s: float = 60.0
+    resume_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.canary not in CANARIES:
+            raise ConfigError(f"rollout.checkpoint_engine.canary={self.canary!r} is none of {', '.join(CANARIES)}")
 
 
 @dataclass
@@ -69,7 +86,9 @@ class RolloutConfig(BaseConfig):
     prompt_length: int = 512
     response_length: int = 512
     dtype: str = "bfloat16"
+    gpu_memory_utilization: float = 0.5
     ignore_eos: bool = False
+    enforce_eager: bool = False
     free_cache_engine: bool = True
     tensor_model_parallel_size: int = 2
     data_parallel_size: int = 1
@@ -77,6 +96,12 @@ class RolloutConfig(BaseConfig):
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
     max_num_seqs: int = 256
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    logprobs_mode: str = "processed_logprobs"
+    skip_tokenizer_init: bool = True
+    disable_log_stats: bool = True
     load_format: str = "dummy"
     log_prob_micro_batch_size_per_gpu: int | None = None
     log_prob_use_dynamic_bsz: bool = False
@@ -86,8 +111,9 @@ class RolloutConfig(BaseConfig):
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
     agent: AgentLoopConfig = field(default_factory=AgentLoopConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
+    checkpoint_manager_class: str | None = None
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
-    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"hf": {}})
+    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"hf": {}, "vllm": {}})
 
     def __post_init__(self) -> None:
         if self.mode != "async":

@@ -306,6 +306,18 @@ def _load_hf() -> type[RolloutReplica]:
     return HFReplica
 
 
+def _load_vllm() -> type[RolloutReplica]:
+    from rlflow.workers.rollout.vllm.replica import VLLMReplica
+
+    return VLLMReplica
+
+
+def _load_sglang() -> type[RolloutReplica]:
+    from rlflow.workers.rollout.sglang.replica import SGLangReplica
+
+    return SGLangReplica
+
+
 def _absent(name: str) -> Callable[[], type[RolloutReplica]]:
     def refuse() -> type[RolloutReplica]:
         raise ConfigError(
@@ -318,5 +330,6 @@ def _absent(name: str) -> Callable[[], type[RolloutReplica]]:
 
 
 RolloutReplicaRegistry.register("hf", _load_hf)
-for _name in ("vllm", "sglang", "trtllm"):
-    RolloutReplicaRegistry.register(_name, _absent(_name))
+RolloutReplicaRegistry.register("vllm", _load_vllm)
+RolloutReplicaRegistry.register("sglang", _load_sglang)
+RolloutReplicaRegistry.register("trtllm", _absent("trtllm"))

@@ -166,17 +166,19 @@ class HFServer:
 
     # --- weights --------------------------------------------------------------------------------------------------
 
-    async def begin_update(self, version: int) -> None:
+    async def begin_update(self, version: int, lora: dict[str, Any] | None = None) -> None:
         """Start the transfer of a version; what an earlier one left unfinished is forgotten.
+
+        With `lora`, PEFT's config as a dict, the tensors are those of an adapter, and the base weights stay.
 
         Raises:
             ContractError: the engine is neither paused nor asleep.
         """
-        await asyncio.wrap_future(self._engine.start_update())
+        await asyncio.wrap_future(self._engine.start_update(lora))
         self._loaded_bytes = 0
 
     async def load_bucket(self, metas: list[TensorMeta], path: str) -> int:
-        """Copy the tensors of a bucket (see `checkpoint_engine.shared_memory`) into the parameters.
+        """Copy the tensors of a bucket (see `checkpoint_engine.segments`) into the parameters.
 
         Returns the bytes loaded.
 
@@ -199,13 +201,31 @@ class HFServer:
         try:
             found = await asyncio.wrap_future(self._engine.finish_update(version, tensor_count, checksum))
         except WeightSyncError as error:
-            raise WeightSyncError(f"Rollout replica {self._rank}, weight version {version}: {error}") from None
+            error.args = (f"Rollout replica {self._rank}, weight version {version}: {error}",)
+            raise
         if found != (tensor_count, checksum):
             logger.error(
                 "replica %d: weight version %d holds %s, sent %s", self._rank, version, found, (tensor_count, checksum)
             )
-        seconds = time.perf_counter() - started
-        return WeightReceipt(version, found[0], self._loaded_bytes, found[1], seconds, f"Rollout replica {self._rank}")
+        model = self._engine.model
+        return WeightReceipt(
+            version,
+            found[0],
+            self._loaded_bytes,
+            found[1],
+            time.perf_counter() - started,
+            f"Rollout replica {self._rank}",
+            names=model.loaded,
+            lora_modules=model.lora_modules,
+        )
+
+    async def abandon_update(self) -> None:
+        """Refuse to serve the present weights until the next good update."""
+        self._engine.abandon_update()
+
+    async def prompt_log_probs(self, token_ids: list[int]) -> list[float]:
+        """Log-prob of every token but the first under the present weights (temperature 1)."""
+        return await asyncio.wrap_future(self._engine.prompt_log_probs(token_ids))
 
     async def weight_version(self) -> int | None:
         """Version of the weights; None while they are not usable."""
@@ -228,8 +248,10 @@ class HFServer:
 
 def copy_bucket(metas: list[TensorMeta], path: str, model: ServedModel) -> None:
     """Load the tensors of a bucket into the model's parameters."""
-    from rlflow.checkpoint_engine.shared_memory import open_bucket
+    from rlflow.checkpoint_engine.segments import open_bucket
 
-    with open_bucket(path, metas) as tensors:
+    digests = {meta.name: meta.digest for meta in metas}
+    with open_bucket(path, metas, verify=False) as tensors:  # what counts is what the parameters hold in the end
         while tensors:  # views must not outlive the block
-            model.load(*tensors.pop())
+            name, tensor = tensors.pop()
+            model.load(name, tensor, digests[name])
