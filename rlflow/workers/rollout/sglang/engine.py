@@ -17,6 +17,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 import time
 from collections.abc import Coroutine
@@ -41,6 +42,9 @@ class SGLangEngine:
 
     def __init__(self, arguments: EngineArguments) -> None:
         self.arguments = arguments
+        if threading.current_thread() is threading.main_thread():
+            # A scheduler that fails sends it to this process, which would end without a word to its callers.
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         self._engine: Any = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sglang-engine")
         self._failure: RolloutError | None = None
@@ -212,16 +216,15 @@ class SGLangEngine:
         return self._engine.tokenizer_manager
 
     def _build(self) -> Any:
-        import sglang
+        from sglang.srt.entrypoints.engine import Engine
 
         from rlflow.workers.rollout.sglang.scheduler import run_scheduler
 
-        class Engine(sglang.Engine):
-            if self.arguments.on_cpu:
-                run_scheduler_process_func = staticmethod(run_scheduler)
+        class SeededEngine(Engine):
+            run_scheduler_process_func = staticmethod(run_scheduler)
 
         asyncio.set_event_loop(asyncio.new_event_loop())  # the engine wants one for its synchronous calls
-        engine = Engine(**self.arguments.kwargs)
+        engine = (SeededEngine if self.arguments.on_cpu else Engine)(**self.arguments.kwargs)
         # It would end this whole process when a child dies; `_watch` fails the requests by name instead.
         engine.tokenizer_manager._subprocess_watchdog.stop()
         return engine
