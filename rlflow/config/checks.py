@@ -21,6 +21,7 @@ from rlflow.config.data import DataConfig
 from rlflow.config.describe import keys_of
 from rlflow.config.determinism_checks import check_determinism
 from rlflow.config.engine_checks import check_engine
+from rlflow.config.key_check import check_keys
 from rlflow.config.lora_checks import check_lora
 from rlflow.config.loss_checks import check_losses
 from rlflow.config.model import HFModelConfig
@@ -45,10 +46,16 @@ KNOWN_NODES = {
     "actor_rollout_ref",
     "algorithm",
     "critic",
+    "custom_reward_function",
     "data",
+    "distillation",
+    "global_profiler",
     "model_engine",
     "ray_kwargs",
     "reward",
+    "reward_model",
+    "sandbox_fusion",
+    "skip",
     "trainer",
     "transfer_queue",
 }
@@ -79,8 +86,12 @@ def validate_config(
     """
     problems: list[str] = []
     notices: list[str] = []
+    check_keys(config, problems, notices)
+    if config.get("model_engine") != "dp":  # the nodes of another engine have other types
+        raise ConfigError(_report(problems, overrides, unusable))
+    refused = len(problems)
     typed = _typed_nodes(config, problems)
-    if not problems:
+    if len(problems) == refused:
         own: list[Check] = [_check_values, _check_files, _check_sampling, check_engine, check_algorithm, check_critic]
         own += [check_lora, check_lengths, check_parallel, check_batches, check_determinism, check_reward_model]
         own += [check_reference_place, *(() if unusable else (_check_names, check_losses, *further))]

@@ -1,4 +1,4 @@
-"""Parts that several engines' options have: quantisation-aware training and routing replay. Neither is in this version."""
+"""Parts that several groups of options have. None of these features is in this version."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ class RouterReplayConfig(BaseConfig):
     mode: str = "disabled"
     record_file: str | None = None
     replay_file: str | None = None
+
+
+@dataclass
+class DisaggregationConfig(BaseConfig):
+    """Prefill and decode on different servers. Not in this version."""
+
+    enabled: bool = False
+    prefill_replicas: int = 1
+    decode_replicas: int = 1
+    decode_tensor_model_parallel_size: int | None = None
+    transfer_backend: str = "nixl"
+    bootstrap_port: int | None = None
+    ib_device: str | None = None

@@ -98,9 +98,7 @@ def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) ->
         raise ConfigError("\n".join(problem.text for problem in problems))
 
 
-def _judged(
-    overrides: Sequence[str], config_name: str
-) -> tuple[list[Any], tuple[str, ...], list[OverrideProblem]]:
+def _judged(overrides: Sequence[str], config_name: str) -> tuple[list[Any], tuple[str, ...], list[OverrideProblem]]:
     """The overrides of values that can be used (Hydra's objects), the choices of groups, and what cannot be used."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException

@@ -88,6 +88,45 @@ class ProfilerConfig(BaseConfig):
     tool_config: ProfilerToolsConfig = field(default_factory=ProfilerToolsConfig)
 
 
+@dataclass
+class RolloutNPUToolConfig(NPUToolConfig):
+    """Ascend's profiler, of the rollout; both limits count tokens."""
+
+    profile_token_start: int | None = None
+    profile_token_end: int | None = None
+
+
+@dataclass
+class RolloutTorchToolConfig(BaseConfig):
+    """torch.profiler, of the rollout; both limits count tokens."""
+
+    contents: list[str] = field(default_factory=list)
+    discrete: bool = False
+    profile_token_start: int | None = None
+    profile_token_end: int | None = None
+
+
+@dataclass
+class RolloutProfilerToolsConfig(BaseConfig):
+    """Options of each tool, of the rollout."""
+
+    npu: RolloutNPUToolConfig = field(default_factory=RolloutNPUToolConfig)
+    torch: RolloutTorchToolConfig = field(default_factory=RolloutTorchToolConfig)
+    precision_debugger: PrecisionDebuggerToolConfig = field(default_factory=PrecisionDebuggerToolConfig)
+
+
+@dataclass
+class RolloutProfilerConfig(BaseConfig):
+    """The profiler of the rollout."""
+
+    tool: str | None = None
+    enable: bool = False
+    all_ranks: bool = False
+    ranks: list[int] = field(default_factory=list)
+    save_path: str | None = SAVE_PATH
+    tool_config: RolloutProfilerToolsConfig = field(default_factory=RolloutProfilerToolsConfig)
+
+
 def _controller_options() -> dict[str, Any]:
     return {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.config.base import BaseConfig
+from rlflow.config.engine_parts import DisaggregationConfig
 from rlflow.utils.errors import ConfigError
 
 
@@ -39,19 +40,6 @@ class RewardManagerConfig(BaseConfig):
             raise ConfigError(f"reward.reward_manager.source={self.source!r} is unknown; use register or importlib")
         if self.source == "importlib" and not self.module.path:
             raise ConfigError("reward.reward_manager.source=importlib needs reward.reward_manager.module.path")
-
-
-@dataclass
-class DisaggregationConfig(BaseConfig):
-    """Prefill and decode on different servers. Not in this version."""
-
-    enabled: bool = False
-    prefill_replicas: int = 1
-    decode_replicas: int = 1
-    decode_tensor_model_parallel_size: int | None = None
-    transfer_backend: str = "nixl"
-    bootstrap_port: int | None = None
-    ib_device: str | None = None
 
 
 @dataclass

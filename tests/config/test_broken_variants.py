@@ -128,7 +128,9 @@ def test_everything_wrong_is_said_at_once_with_where_it_was_set(files: list[str]
 
 def test_a_default_and_what_follows_a_key_say_so(files: list[str]) -> None:
     without_data = [text for text in files if not text.startswith("data.val_files")]
-    assert re.search(r"val_files=.*\n    set in: default \(rlflow/config/data/legacy_data.yaml:\d+\)", message_of(without_data))
+    assert re.search(
+        r"val_files=.*\n    set in: default \(rlflow/config/data/legacy_data.yaml:\d+\)", message_of(without_data)
+    )
     followed = message_of([*files, "data.max_response_length=-4"])
     assert f"{O}.response_length=-4" in followed
     assert "set in: follows data.max_response_length (command line)" in followed

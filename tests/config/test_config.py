@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 import rlflow.config as cfg
 from rlflow.config.checks import validate_config

@@ -1,11 +1,11 @@
 """Whether a machine can run, found out without trusting anything on it.
 
-    packages.py    Python, versions, pairs that are known not to work, extras
-    machine.py     cores, memory, devices, shared memory, limits, ports, folders
-    cluster.py     the Ray cluster that a run would join
-    probe.py       code that may hang or crash, in a process of its own with a deadline
+packages.py    Python, versions, pairs that are known not to work, extras
+machine.py     cores, memory, devices, shared memory, limits, ports, folders
+cluster.py     the Ray cluster that a run would join
+probe.py       code that may hang or crash, in a process of its own with a deadline
 
-    examine(".")   -> [Finding(area="versions", state="ok", what="torch 2.13.0", fix=""), ...]
+examine(".")   -> [Finding(area="versions", state="ok", what="torch 2.13.0", fix=""), ...]
 """
 
 from __future__ import annotations
