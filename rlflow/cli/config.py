@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
     """Register the subcommand and its two verbs."""
     parser = subparsers.add_parser(
         "config",
-        help="explain a key of the configuration; show the resolved tree",
+        help="explain a key, show the resolved tree",
         description="Answers questions about the configuration without starting anything.",
         epilog="example: rlflow config explain 'actor_rollout_ref.rollout.*length'",
     )
@@ -90,7 +90,9 @@ def _in_full(one: KeyDescription) -> str:
         "because": one.reason,
         "instead": one.instead,
     }
-    return "\n".join([one.key, *(f"    {name + ':' if name else '':<9}{text}".rstrip() for name, text in lines.items() if text)])
+    return "\n".join(
+        [one.key, *(f"    {name + ':' if name else '':<9}{text}".rstrip() for name, text in lines.items() if text)]
+    )
 
 
 def _default(one: KeyDescription) -> str:
@@ -114,7 +116,7 @@ def show_text(overrides: list[str], node: str = "") -> str:
     from rlflow.config.overrides import compose_config
     from rlflow.utils.redact import redact, remember_secrets
 
-    remember_secrets()
+    remember_secrets(dict(text.split("=", 1) for text in overrides if "=" in text))
     config = compose_config(overrides)
     try:
         part = OmegaConf.select(config, node) if node else config

@@ -15,7 +15,7 @@ def add_parser(subparsers: Any) -> None:
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "doctor",
-        help="whether this machine can run: versions, extras, devices, limits, Ray",
+        help="whether this machine can run",
         description="Looks at everything a run needs on this machine. Exit code 0: a run can start; 1: it cannot, and "
         "each line that begins with BAD says what to do. docs/doctor.md explains the checks.",
         epilog="example: rlflow doctor --engines vllm",

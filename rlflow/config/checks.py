@@ -29,7 +29,7 @@ from rlflow.config.origin import Origins
 from rlflow.config.overrides import OverrideProblem
 from rlflow.config.parallel_checks import check_parallel
 from rlflow.config.placement_checks import check_reference_place
-from rlflow.config.problems import below, is_missing_folder, optimizer
+from rlflow.config.problems import below, is_missing_folder, missing_package, optimizer
 from rlflow.config.problems import choice as _choice
 from rlflow.config.reward import RewardConfig
 from rlflow.config.reward_checks import check_reward_model
@@ -97,9 +97,19 @@ def validate_config(
         own += [check_reference_place, *(() if unusable else (_check_names, check_losses, *further))]
         for check in own:
             check(typed, problems, notices)
+    _check_untyped(config, problems, notices)
+    if problems or unusable:
+        raise ConfigError(_report(problems, overrides, unusable))
+    return notices
+
+
+def _check_untyped(config: Any, problems: list[str], notices: list[str]) -> None:
+    """Keys that no dataclass describes."""
     unread = sorted(set(config) - KNOWN_NODES)
     if unread:
         notices.append(f"nothing in this version reads {', '.join(unread)} (your own code may)")
+    if config.transfer_queue.metrics.enabled:
+        problems.extend(missing_package("transfer_queue.metrics.enabled=true", "prometheus_client", "metrics"))
     collective_s = config.actor_rollout_ref.nccl_timeout
     if not (isinstance(collective_s, (int, float)) and collective_s > 0):
         problems.append(
@@ -111,9 +121,6 @@ def validate_config(
             "actor_rollout_ref.hybrid_engine must stay true: actor and rollout share their devices.\n"
             "    try:    actor_rollout_ref.hybrid_engine=true"
         )
-    if problems or unusable:
-        raise ConfigError(_report(problems, overrides, unusable))
-    return notices
 
 
 def _report(problems: list[str], overrides: Sequence[str] | None, unusable: Sequence[OverrideProblem]) -> str:

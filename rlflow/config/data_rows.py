@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def count_rows(files: str | Iterable[str] | None, limit: int = -1) -> int | None:
-    """Rows of parquet and JSON-lines (.jsonl) files together, at most `limit` of them (-1: all); None when a file does not tell.
+    """Rows of parquet and .jsonl files together, at most `limit` of them (-1: all); None when a file does not tell.
 
     Prompts that are too long are counted, even where they will be left out.
     """

@@ -30,7 +30,7 @@ class Origins:
         self._tree, self._config_name = tree, config_name
 
     def of(self, key: str, depth: int = _CHAIN) -> str:
-        """ "command line", "default (file:line)", or the key whose value it takes and where that comes from."""
+        """Where a value was set: command line, default (file:line), or the key that it follows and where that was."""
         names = key.split(".")
         if any(".".join(names[:count]) in self._given for count in range(1, len(names) + 1)):
             return COMMAND_LINE

@@ -76,10 +76,7 @@ def prepare_config(overrides: list[str]) -> Any:
         return _hydra_help()
     from rlflow.trainer.prepare import prepare_config as prepare
 
-    config, notices = prepare(overrides)
-    for notice in notices:
-        _say(f"notice: {redact_text(notice)}")
-    return config
+    return prepare(overrides, lambda text: _say(f"notice: {redact_text(text)}"))
 
 
 def _hydra_help() -> Any:

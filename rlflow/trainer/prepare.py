@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def prepare_config(overrides: Sequence[str]) -> tuple[Any, list[str]]:
-    """The checked `DictConfig`, and notices: what was changed for this machine, what works but deserves a line.
+def prepare_config(overrides: Sequence[str], notice: Callable[[str], None]) -> Any:
+    """The checked `DictConfig`; `notice` is told what was changed for this machine, and what deserves a line.
 
     Raises:
         ConfigError: all problems, each with where it was set and what to try.
@@ -23,5 +23,8 @@ def prepare_config(overrides: Sequence[str]) -> tuple[Any, list[str]]:
     if not unusable and config.trainer.device != "cpu":
         auto_set_device(config)  # imports torch: not for an answer about a key
     changes = (clamp_to_machine(config, cpu_cores()), fit_default_trackers(config, overrides))
-    notices = [change for change in changes if change]
-    return config, notices + validate_config(config, check_user_names, overrides=overrides, unusable=unusable)
+    for text in filter(None, changes):
+        notice(text)
+    for text in validate_config(config, check_user_names, overrides=overrides, unusable=unusable):
+        notice(text)
+    return config

@@ -39,9 +39,8 @@ def examine_devices(timeout_s: float) -> list[Finding]:
     there = [path.name for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
     answer = run_python(_DEVICES, timeout_s)
     if answer.error:
-        return [
-            Finding("devices", "bad", f"torch cannot be asked for devices: {answer.error}", "reinstall torch, or look at nvidia-smi")
-        ]  # fmt: skip
+        what = f"torch cannot be asked for devices: {answer.error}"
+        return [Finding("devices", "bad", what, "reinstall torch, or look at nvidia-smi")]
     facts = json.loads(answer.output.splitlines()[-1])
     found = [Finding("devices", "ok", f"{name}, {size / GIB:.0f} GiB") for name, size in facts["gpus"]]
     if there and not found:

@@ -21,17 +21,17 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class BadPair:
-    """Versions that do not work (together): distribution -> versions, all of which must be there; `why`, and the fix."""
+    """Versions that do not work together: distribution -> versions, all of which are there; why, and the fix."""
 
     versions: dict[str, str]
     why: str
     fix: str
 
 
-# Each was seen to fail, or is excluded by the package that needs it.
+# Each contradicts what one of the packages declares, or was left out by others for a reason.
 BAD_PAIRS = (
-    BadPair({"tensordict": "==0.9.0"}, "its jagged rows lose their lengths", "pip install 'tensordict!=0.9.0'"),
-    BadPair({"transformers": "==5.6.0"}, "this release was withdrawn by its users", "pip install -U transformers"),
+    BadPair({"tensordict": "==0.9.0"}, "excluded by the requirements of verl", "pip install 'tensordict!=0.9.0'"),
+    BadPair({"transformers": "==5.6.0"}, "excluded by the requirements of verl", "pip install -U transformers"),
     BadPair({"mlflow": ">=3.17,<4", "pyarrow": ">=26"}, "mlflow wants pyarrow < 26", "pip install mlflow-skinny"),
     BadPair(
         {"vllm": ">=0", "sglang": ">=0"},
@@ -77,7 +77,8 @@ def examine_extras(engines: tuple[str, ...], timeout_s: float) -> list[Finding]:
     """Every extra that is there; those of `TRIED` are imported, the engines among them as asked."""
     unknown = [name for name in engines if name not in ENGINES]
     findings = [
-        Finding("extras", "bad", f"no rollout engine is called {name}", f"one of {', '.join(ENGINES)}") for name in unknown
+        Finding("extras", "bad", f"no rollout engine is called {name}", f"one of {', '.join(ENGINES)}")
+        for name in unknown
     ]
     wanted = {extra for name in engines for extra in ENGINES.get(name, ())}
     there = {extra: missing_of(extra) for extra in extras() if extra not in _GROUPS}
@@ -85,14 +86,18 @@ def examine_extras(engines: tuple[str, ...], timeout_s: float) -> list[Finding]:
         candidates = ENGINES.get(name, ())
         if candidates and all(there.get(extra) for extra in candidates):
             findings.append(
-                Finding("extras", "bad", f"the engine {name} is not installed", f"pip install 'rlflow[{candidates[0]}]'")
+                Finding(
+                    "extras", "bad", f"the engine {name} is not installed", f"pip install 'rlflow[{candidates[0]}]'"
+                )
             )
     absent = sorted(extra for extra, missing in there.items() if missing)
     present = [extra for extra, missing in there.items() if not missing]
     with ThreadPoolExecutor() as pool:
         tried = list(pool.map(lambda extra: _try(extra, extra in wanted, timeout_s), present))
     if absent:
-        findings.append(Finding("extras", "ok", f"not installed: {', '.join(absent)}", "pip install 'rlflow[NAME]' for one"))
+        findings.append(
+            Finding("extras", "ok", f"not installed: {', '.join(absent)}", "pip install 'rlflow[NAME]' for one")
+        )
     return [*findings, *tried]
 
 
@@ -104,9 +109,9 @@ def _try(extra: str, must_work: bool, timeout_s: float) -> Finding:
     answer = run_python(f"import {module}", timeout_s)
     if not answer.error:
         return Finding("extras", "ok", f"{extra}: {versions}, imports")
-    state = "bad" if must_work else "note"
-    return Finding("extras", state, f"{extra}: {versions}, but `import {module}` fails: {answer.error}",
-                   f"reinstall it for this torch: pip install --force-reinstall 'rlflow[{extra}]'")  # fmt: skip
+    what = f"{extra}: {versions}, but `import {module}` fails: {answer.error}"
+    fix = f"reinstall it for this torch: pip install --force-reinstall 'rlflow[{extra}]'"
+    return Finding("extras", "bad" if must_work else "note", what, fix)
 
 
 def _one(requirement: Requirement) -> Finding:
@@ -146,7 +151,7 @@ def extras() -> list[str]:
 
 
 def requirements(extra: str = "") -> list[Requirement]:
-    """Requirements of the base, or of one extra, that concern this interpreter; extras of rlflow itself are resolved."""
+    """Requirements of the base, or of one extra, that concern this interpreter; own extras are resolved."""
     project = _project()
     if project is not None:
         texts = project["optional-dependencies"].get(extra, []) if extra else project["dependencies"]

@@ -16,7 +16,7 @@ class Change:
     Fields:
         default: what it would be, in this configuration's tree of defaults.
         value: what it is.
-        origin: "command line", the key that it follows, or "fitted to this machine".
+        origin: "command line", the key that it follows, or "fitted to this machine"; "" when it is not known.
     """
 
     key: str
@@ -25,8 +25,11 @@ class Change:
     origin: str
 
 
-def find_changes(config: Any, overrides: Sequence[str] = ()) -> list[Change]:
-    """The leaves that differ, those of the command line first. Secrets are hidden."""
+def find_changes(config: Any, overrides: Sequence[str] | None = None) -> list[Change]:
+    """The leaves that differ, those of the command line first. Secrets are hidden.
+
+    `overrides`: the command line; None: where a value was set is not known.
+    """
     from omegaconf import OmegaConf
 
     from rlflow.config.describe import keys_of
@@ -38,14 +41,14 @@ def find_changes(config: Any, overrides: Sequence[str] = ()) -> list[Change]:
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
         return dict(_leaves(redact(plain)))
 
-    groups = [text for text in overrides if text.startswith("model_engine=")]
-    defaults, values = leaves(compose_config(groups)), leaves(config)
-    origins = Origins(overrides, keys_of())
+    engine = config.get("model_engine") or "dp"
+    defaults, values = leaves(compose_config([f"model_engine={engine}"])), leaves(config)
+    origins = None if overrides is None else Origins(overrides, keys_of(model_engine=engine))
     found = []
     for key, value in values.items():
         default = defaults.get(key, _ABSENT)
         if value != default:
-            origin = origins.of(key)
+            origin = origins.of(key) if origins else ""
             origin = "fitted to this machine" if origin.startswith("default") else origin
             found.append(Change(key, "must be set" if default == "???" else default, value, origin))
     return sorted(found, key=lambda change: (change.origin != COMMAND_LINE, change.key))

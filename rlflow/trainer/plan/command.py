@@ -21,7 +21,7 @@ def print_plan(arguments: Sequence[str], as_json: bool = False) -> int:
 
     as_json = as_json or "--json" in arguments
     overrides = [text for text in arguments if text not in ("--plan", "--json")]
-    remember_secrets()
+    remember_secrets(dict(text.split("=", 1) for text in overrides if "=" in text))
     try:
         plan = make_plan(overrides)
     except (ConfigError, DataError) as error:

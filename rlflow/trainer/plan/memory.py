@@ -6,8 +6,8 @@ A device is a GPU, or on device cpu one process. Its phases:
     weights      the weights on their way to the rollout server
     rollout      generation: the server's weights, its cache, the logits of the running sequences
 
-Sizes are those of rows that are as long as they may be: a bound for most steps. What the libraries take before a model is
-loaded is not counted. benchmarks/plan_memory.py compares these figures with real processes.
+Sizes are those of rows that are as long as they may be: a bound for most steps. What the libraries take before a model
+is loaded is not counted. benchmarks/plan_memory.py compares these figures with real processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from rlflow.config.critic import need_critic
 from rlflow.trainer.plan.batches import micro_batch_tokens, uses_lora
 from rlflow.trainer.plan.model_size import ModelSize, model_size
-from rlflow.trainer.plan.placement import _has_reference as has_reference
+from rlflow.trainer.plan.placement import has_reference
 
 Parts = dict[str, int]
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
@@ -27,6 +27,8 @@ _CHUNK = {"cpu": 7 * 2**20, "cuda": 2**27}
 _LOGITS_COPIES = 3
 # Of the machine's memory, for the caches of all embedded replicas (`rlflow.workers.rollout.hf.limits`).
 _CACHE_SHARE = 0.25
+# Of an adapter that is loaded from a folder, whose config is not read here.
+_USUAL_RANK = 16
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,14 @@ class MemoryPlan:
     unknown: str = ""
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """What a model that trains holds all the time, and in an optimizer step beside that."""
+
+    resident: Parts
+    update: Parts
+
+
 def plan_memory(config: Any) -> MemoryPlan:
     """Estimates for a checked configuration."""
     model = config.actor_rollout_ref.model
@@ -59,108 +69,110 @@ def plan_memory(config: Any) -> MemoryPlan:
     if size is None:
         return MemoryPlan(unknown=f"{model.path} is not on this machine: download its config.json, or give a folder")
     parameters = {"actor": size.parameters}
-    trainer = _actor(config, size)
-    if has_reference(config) and not config.actor_rollout_ref.ref.enable_resource_pool:
-        _everywhere(trainer, "reference weights", _reference(config, size))
+    trained = [_actor(config, size)]
     if need_critic(config):
         critic = model_size(config.critic.model.path, config.critic.model.hf_config_path) or size
         parameters["critic"] = critic.parameters
-        parts = _critic(config, critic)
-        _everywhere(trainer, "critic weights", parts["weights"])
-        _everywhere(trainer, "critic optimizer", parts["optimizer"])
-        if _sum(parts["update"]) > _sum(trainer["train"]) - _sum(_resident(trainer["train"])):
-            trainer["train"] = {**_resident(trainer["train"]), **parts["update"]}
+        trained.append(_critic(config, critic))
+    resident = {name: part for one in trained for name, part in one.resident.items()}
+    if has_reference(config) and not config.actor_rollout_ref.ref.enable_resource_pool:
+        resident["reference weights"] = _reference(config, size)
+    # The models of a process are updated one after the other.
+    worst = max((one.update for one in trained), key=lambda update: sum(update.values()))
+    trainer = {"train": {**resident, **worst}, "weights": {**resident, **_sent(config, size)}}
     server = _server(config, size)
     ranks = int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
     if config.trainer.device == "cpu":
         devices = [DeviceMemory("trainer process", ranks, trainer), DeviceMemory("rollout server", ranks, server)]
         return MemoryPlan(devices, parameters)
-    kept = {f"server {name}": size for name, size in server["rollout"].items() if name == "weights"}
-    phases = {name: {**parts, **kept} for name, parts in trainer.items()}
-    phases["rollout"] = {**_resident(trainer["train"]), **{f"server {k}": v for k, v in server["rollout"].items()}}
+    beside = {"server weights": server["rollout"]["weights"]}
+    phases = {phase: {**parts, **beside} for phase, parts in trainer.items()}
+    phases["rollout"] = {**resident, **{f"server {name}": part for name, part in server["rollout"].items()}}
     return MemoryPlan([DeviceMemory("GPU (trainer and rollout server)", ranks, phases)], parameters)
 
 
-def _actor(config: Any, size: ModelSize) -> dict[str, Parts]:
-    """Phases of a trainer process."""
+def _actor(config: Any, size: ModelSize) -> _Trained:
     node, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    rank = int(model.lora_rank) or (8 if uses_lora(config) else 0)
-    trained = size.adapter_parameters(rank) if uses_lora(config) else size.parameters
-    parts = _training(config, node, node.fsdp_config, model, size, trained)
-    rollout = config.actor_rollout_ref.rollout
-    sent = size.parameters * _BYTES.get(str(rollout.dtype), 2)
-    bucket = int(rollout.checkpoint_engine.update_weights_bucket_megabytes) * 2**20
-    on_the_way = {"bucket": min(sent, 2 * bucket)}
-    if config.trainer.device != "cpu":
-        on_the_way["one gathered tensor"] = size.vocab * size.hidden * _BYTES.get(str(rollout.dtype), 2)
-    return {"train": {**parts["resident"], **parts["update"]}, "weights": {**parts["resident"], **on_the_way}}
+    trained = size.parameters
+    if uses_lora(config):
+        trained = size.adapter_parameters(int(model.lora_rank) or _USUAL_RANK)
+    update, resident = _training(config, node, node.fsdp_config, size, trained)
+    tokens = micro_batch_tokens(config, node, "fsdp_config")
+    update["activations"] = _activations(size, model, node.fsdp_config, tokens)
+    update["logits"] = _logits(config, node.fsdp_config, size, tokens, head_trains=trained == size.parameters)
+    return _Trained(resident, update)
 
 
-def _critic(config: Any, size: ModelSize) -> dict[str, Any]:
+def _critic(config: Any, size: ModelSize) -> _Trained:
+    """A value head has one output: there are no logits."""
     node = config.critic
-    parts = _training(config, node, node.fsdp, node.model, size, size.parameters)
-    update = {f"critic {name}": value for name, value in parts["update"].items() if name != "logits"}
-    resident = parts["resident"]
-    return {"weights": resident["weights"], "optimizer": resident["optimizer"], "update": update}
+    update, resident = _training(config, node, node.fsdp, size, size.parameters)
+    update["activations"] = _activations(size, node.model, node.fsdp, micro_batch_tokens(config, node, "fsdp"))
+    return _Trained(*({f"critic {name}": part for name, part in parts.items()} for parts in (resident, update)))
 
 
-def _training(
-    config: Any, node: Any, engine: Any, model: Any, size: ModelSize, trained: int
-) -> dict[str, Parts]:
-    """What a model that trains holds all the time (`resident`), and in a step (`update`)."""
-    device = str(config.trainer.device)
-    ranks = int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
-    shards = ranks if engine.fsdp_size in (-1, 0) or engine.fsdp_size > ranks else int(engine.fsdp_size)
+def _training(config: Any, node: Any, engine: Any, size: ModelSize, trained: int) -> tuple[Parts, Parts]:
+    """Parts of an update and parts that stay; offloaded ones are loaded for the update."""
+    device, shards = str(config.trainer.device), _shards(config, engine)
     stored, computed = _BYTES.get(str(engine.model_dtype or "fp32"), 4), _BYTES.get(str(engine.dtype), 2)
-    on_device = device == "cpu" or not engine.offload_policy
+    # With offload_policy weights, gradients and optimizer live in host memory all the time.
+    on_device = 0 if device != "cpu" and engine.offload_policy else 1
     states = 0 if node.optim.optimizer == "SGD" else 2
+    weights = size.parameters * stored // shards * on_device
+    optimizer = trained * stored * states // shards * on_device
     resident = {
-        "weights": size.parameters * stored // shards if on_device and not _leaves(engine, device) else 0,
-        "optimizer": trained * stored * states // shards if on_device and not _leaves(engine, device, True) else 0,
+        "weights": 0 if device != "cpu" and engine.param_offload else weights,
+        "optimizer": 0 if device != "cpu" and engine.optimizer_offload else optimizer,
     }
-    update = {"gradients": trained * stored // shards if on_device else 0}
-    if not resident["weights"]:
-        update["loaded weights"] = size.parameters * stored // shards if on_device else 0
-    if not resident["optimizer"]:
-        update["loaded optimizer"] = trained * stored * states // shards if on_device else 0
+    update = {"gradients": trained * stored // shards * on_device}
+    update |= {"loaded weights": weights - resident["weights"], "loaded optimizer": optimizer - resident["optimizer"]}
     if shards > 1 or stored != computed:
-        gathered = size.parameters if shards == 1 or not engine.reshard_after_forward else (
-            size.root_parameters + 2 * size.layer_parameters
-        )
+        frees = shards > 1 and engine.reshard_after_forward
+        gathered = size.root_parameters + 2 * size.layer_parameters if frees else size.parameters
         update["gathered weights"] = gathered * computed
         update["gradients before their reduction"] = (size.root_parameters + size.layer_parameters) * computed
-    tokens = micro_batch_tokens(config, node, "fsdp" if node is config.critic else "fsdp_config")
+    return update, resident
+
+
+def _shards(config: Any, engine: Any) -> int:
+    ranks = int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
+    return int(engine.fsdp_size) if 0 < engine.fsdp_size < ranks else ranks
+
+
+def _activations(size: ModelSize, model: Any, engine: Any, tokens: int) -> int:
+    computed = _BYTES.get(str(engine.dtype), 2)
     layer = tokens * size.saved_values_of_a_layer * computed
     if model.enable_gradient_checkpointing:
-        update["activations"] = size.layers * tokens * size.hidden * computed + layer
-    else:
-        update["activations"] = size.layers * layer
-    update["logits"] = _logits(engine, size, tokens, device, bool(trained == size.parameters))
-    return {"resident": resident, "update": update}
+        return size.layers * tokens * size.hidden * computed + layer
+    return size.layers * layer
 
 
-def _leaves(engine: Any, device: str, optimizer: bool = False) -> bool:
-    """Whether the part goes to host memory between steps."""
-    return device != "cpu" and bool(engine.optimizer_offload if optimizer else engine.param_offload)
+def _sent(config: Any, size: ModelSize) -> Parts:
+    """Weights on their way: two buckets take turns; on a GPU each tensor is gathered first."""
+    rollout = config.actor_rollout_ref.rollout
+    stored = _BYTES.get(str(rollout.dtype), 2)
+    bucket = int(rollout.checkpoint_engine.update_weights_bucket_megabytes) * 2**20
+    parts = {"bucket": min(size.parameters * stored, 2 * bucket)}
+    if config.trainer.device != "cpu":
+        parts["one gathered tensor"] = size.vocab * size.hidden * stored
+    return parts
 
 
-def _logits(engine: Any, size: ModelSize, tokens: int, device: str, head_trains: bool) -> int:
+def _logits(config: Any, engine: Any, size: ModelSize, tokens: int, head_trains: bool) -> int:
     """Chunks of logits in fp32, the head's gradient in fp32, and all log-softmaxes where they are kept."""
-    rows = max(32, _CHUNK.get(device, _CHUNK["cuda"]) // size.vocab)
-    limit = engine.entropy_from_logits_chunk_size
-    rows = min(rows, int(limit)) if engine.entropy_from_logits_with_chunking and limit else rows
-    rows = min(rows, tokens) if engine.entropy_from_logits_with_chunking else tokens
-    total = _LOGITS_COPIES * rows * size.vocab * 4
-    total += size.vocab * size.hidden * 4 if head_trains else 0
-    return total if engine.entropy_checkpointing else total + tokens * size.vocab * 4
+    rows = tokens
+    if engine.entropy_from_logits_with_chunking:
+        chunk = _CHUNK.get(str(config.trainer.device), _CHUNK["cuda"])
+        rows = min(tokens, max(32, chunk // size.vocab), int(engine.entropy_from_logits_chunk_size))
+    kept = 0 if engine.entropy_checkpointing else tokens * size.vocab
+    return 4 * (_LOGITS_COPIES * rows * size.vocab + kept + (size.vocab * size.hidden if head_trains else 0))
 
 
 def _reference(config: Any, size: ModelSize) -> int:
     engine = config.actor_rollout_ref.ref.fsdp_config
-    ranks = int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
-    if _leaves(engine, str(config.trainer.device)):
+    if config.trainer.device != "cpu" and (engine.param_offload or engine.offload_policy):
         return 0
-    return size.parameters * _BYTES.get(str(engine.model_dtype or "bf16"), 2) // ranks
+    return size.parameters * _BYTES.get(str(engine.model_dtype or "bf16"), 2) // _shards(config, engine)
 
 
 def _server(config: Any, size: ModelSize) -> dict[str, Parts]:
@@ -180,8 +192,6 @@ def _server(config: Any, size: ModelSize) -> dict[str, Parts]:
     cache = running * longest * size.kv_values * computed
     cache = min(cache, _cache_limit(rollout, replicas))
     prefill = min(int(rollout.max_num_batched_tokens), running * int(rollout.prompt_length))
-    sent = size.parameters * stored
-    bucket = int(rollout.checkpoint_engine.update_weights_bucket_megabytes) * 2**20
     weights = size.parameters * computed
     return {
         "rollout": {
@@ -190,7 +200,7 @@ def _server(config: Any, size: ModelSize) -> dict[str, Parts]:
             "prompts": prefill * (6 * size.hidden + 3 * size.ffn * size.active_experts) * computed,
             "logits": 3 * running * size.vocab * 4,
         },
-        "weights": {"weights": weights, "bucket": min(sent, 2 * bucket)},
+        "weights": {"weights": weights, "bucket": _sent(config, size)["bucket"]},
     }
 
 
@@ -200,16 +210,3 @@ def _cache_limit(rollout: Any, replicas: int) -> int:
     given = ((rollout.engine_kwargs or {}).get("hf") or {}).get("kv_cache_gb")
     room = float(given) * 2**30 if given is not None else psutil.virtual_memory().total * _CACHE_SHARE / replicas
     return int(room)
-
-
-def _everywhere(phases: dict[str, Parts], part: str, size: int) -> None:
-    for parts in phases.values():
-        parts[part] = size
-
-
-def _resident(parts: Parts) -> Parts:
-    return {name: size for name, size in parts.items() if name.endswith(("weights", "optimizer")) and "ga" not in name[:2]}
-
-
-def _sum(parts: Parts) -> int:
-    return sum(parts.values())

@@ -91,14 +91,14 @@ def count_gpus() -> int:
 def _pools(config: Any) -> dict[str, list[int]]:
     ref, model = config.actor_rollout_ref.ref, config.reward.reward_model
     pools = {"global_pool": [int(config.trainer.n_gpus_per_node)] * int(config.trainer.nnodes)}
-    if _has_reference(config) and ref.enable_resource_pool:
+    if has_reference(config) and ref.enable_resource_pool:
         pools["ref_pool"] = [int(ref.n_gpus_per_node)] * int(ref.nnodes)
     if model.enable and model.enable_resource_pool:
         pools["reward_pool"] = [int(model.n_gpus_per_node)] * int(model.nnodes)
     return pools
 
 
-def _has_reference(config: Any) -> bool:
+def has_reference(config: Any) -> bool:
     """Whether a second model is loaded as the reference."""
     from rlflow.config.checks import need_reference_policy
 
@@ -109,7 +109,7 @@ def _processes(config: Any, pools: dict[str, list[int]]) -> list[ProcessGroup]:
     rollout, device = config.actor_rollout_ref.rollout, str(config.trainer.device)
     ranks = sum(pools["global_pool"])
     roles = ["actor"]
-    if _has_reference(config) and "ref_pool" not in pools:
+    if has_reference(config) and "ref_pool" not in pools:
         roles.append("reference")
     roles += ["critic"] if need_critic(config) else []
     place = f"{device}, global_pool"

@@ -54,12 +54,13 @@ def make_plan(overrides: Sequence[str]) -> Plan:
     """
     from rlflow.trainer.prepare import prepare_config
 
-    config, notices = prepare_config(overrides)
+    notices: list[str] = []
+    config = prepare_config(overrides, notices.append)
     return describe_plan(config, overrides, notices)
 
 
-def describe_plan(config: Any, overrides: Sequence[str] = (), notices: Sequence[str] = ()) -> Plan:
-    """The plan of a checked configuration; `overrides` say where its values come from."""
+def describe_plan(config: Any, overrides: Sequence[str] | None = None, notices: Sequence[str] = ()) -> Plan:
+    """The plan of a checked configuration; `overrides` say where its values come from (None: nobody knows)."""
     return Plan(
         changes=find_changes(config, overrides),
         notices=list(notices),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from rlflow.trainer.plan.batches import BatchPlan, ModelBatches
 from rlflow.trainer.plan.memory import MemoryPlan
 from rlflow.trainer.plan.placement import Placement
 from rlflow.trainer.plan.plan import Plan
-from rlflow.trainer.ppo.field_table import StageFields
+from rlflow.trainer.ppo.field_table import StageFields, use_of
 from rlflow.utils.redact import redact_text
 
 _UNKNOWN = "unknown (the files do not say how many rows they have)"
@@ -31,7 +30,7 @@ def render_plan(plan: Plan) -> str:
 
 
 def _changes(plan: Plan) -> list[str]:
-    rows = [("key", "value", "default", "set in")]
+    rows = [("key", "value", "default", "set in" if plan.changes and plan.changes[0].origin else "")]
     rows += [(c.key, _value(c.value), _value(c.default), c.origin) for c in plan.changes]
     return list(_table(rows)) if plan.changes else ["nothing"]
 
@@ -95,11 +94,11 @@ def _memory(memory: MemoryPlan, placement: Placement) -> list[str]:
     counts = ", ".join(f"{name} {count / 1e6:.0f} million" for name, count in memory.parameters.items())
     lines = [f"parameters: {counts}"]
     for device in memory.devices:
-        lines.append(f"{device.name} (x {device.count})")
+        rows = [(f"{device.name} (x {device.count})", "")]
         for phase, parts in device.phases.items():
-            rows = [(f"  {phase}", _gib(sum(parts.values())), "")]
-            rows += [(f"    {part}", _gib(size), "") for part, size in parts.items() if size]
-            lines += list(_table(rows))
+            rows.append((f"  {phase}", _gib(sum(parts.values()))))
+            rows += [(f"    {part}", _gib(size)) for part, size in parts.items() if size]
+        lines += list(_table(rows))
     if placement.device == "cpu":
         total = sum(max(device.peaks.values()) * device.count for device in memory.devices)
         lines.append(f"all processes at their worst: {_gib(total)}, beside what the libraries take")
@@ -107,11 +106,12 @@ def _memory(memory: MemoryPlan, placement: Placement) -> list[str]:
 
 
 def _stages(stages: Sequence[StageFields]) -> list[str]:
-    rows = [("stage", "by", "reads", "writes")]
-    for stage in stages:
-        optional = [f"({name})" for name in stage.optional_reads]
-        rows.append((stage.stage, f"{stage.group}.{stage.method}", " ".join([*stage.reads, *optional]), " ".join(stage.writes)))
-    return list(_table(rows))
+    """Who does each stage, then fields by stages: w written, r read, (r) read where it is there."""
+    lines = list(_table([(stage.stage, f"{stage.group}.{stage.method}") for stage in stages]))
+    fields = list(dict.fromkeys(f for stage in stages for f in (*stage.writes, *stage.reads, *stage.optional_reads)))
+    rows = [("field", *(stage.stage for stage in stages))]
+    rows += [(name, *(use_of(stage, name) for stage in stages)) for name in fields]
+    return [*lines, "", *_table(rows)]
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
@@ -136,4 +136,4 @@ def _value(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_value, value))}]"
-    return str(dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value)
+    return str(value)

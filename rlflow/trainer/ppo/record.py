@@ -65,8 +65,9 @@ def stages_of(
 
 
 def open_record(trainer: PPOTrainer) -> None:
-    """Start the journal at the step the run stands at."""
+    """Start the journal at the step the run stands at, and write the plan beside it."""
     import rlflow
+    from rlflow.trainer.plan.saved import save_plan_in_background
 
     trainer.recorder.open(
         trainer.global_steps,
@@ -77,6 +78,7 @@ def open_record(trainer: PPOTrainer) -> None:
         world_size=trainer.runtime.n_devices,
         stages=[stage.as_dict() for stage in trainer.stage_fields.values()],
     )
+    save_plan_in_background(trainer.config, trainer.recorder.folder)
 
 
 def config_text(config: Any) -> str:
