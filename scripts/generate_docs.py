@@ -89,6 +89,14 @@ def live_table() -> str:
     return table(("column", "metric"), [[title, code(metric)] for title, metric, _, _ in COLUMNS])
 
 
+def engines() -> str:
+    """What each rollout engine can do."""
+    from rlflow.workers.rollout.capabilities import markdown_rows
+
+    header, rows = markdown_rows()
+    return table(header, [[escape(cell) for cell in row] for row in rows])
+
+
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +207,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "stages": stages,
     "names": names,
     "live-table": live_table,
+    "engines": engines,
     "config": config_reference,
     **metric_parts(),
 }

@@ -143,6 +143,33 @@ make_env() {
     setup_say "done"
 }
 
+# --- environments of rollout engines (scripts/setup_vllm.sh, scripts/setup_sglang.sh) ---------------------------------------
+
+# What rlflow itself needs, by its own pyproject.toml.
+rlflow_requirements() {
+    "$RLFLOW_VENV_PYTHON" - "$RLFLOW_REPO/pyproject.toml" <<'PY'
+import sys, tomllib
+project = tomllib.load(open(sys.argv[1], "rb"))["project"]
+print("\n".join(project["dependencies"] + project["optional-dependencies"]["lora"]))
+PY
+}
+
+# pip's setting NAME, in uv's form: the words on one line, joined by SEPARATOR.
+pip_setting() {
+    "$RLFLOW_VENV_PYTHON" -m pip config get "$1" 2>/dev/null | tr -s '[:space:]' "$2" | sed "s/$2\$//"
+}
+
+uv_install() {
+    local links index
+    links="${PIP_FIND_LINKS:-$(pip_setting global.find-links ,)}"
+    index="${PIP_EXTRA_INDEX_URL:-$(pip_setting global.extra-index-url ' ')}"
+    # pip looks for the best version in all its indexes; so must uv.
+    UV_FIND_LINKS="${UV_FIND_LINKS:-${links// /,}}" UV_EXTRA_INDEX_URL="${UV_EXTRA_INDEX_URL:-$index}" \
+        UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}" \
+        "$RLFLOW_VENV_PYTHON" -m uv pip install --python "$RLFLOW_VENV_PYTHON" "$@" </dev/null >>"$SETUP_LOG" 2>&1 && return 0
+    setup_fail "cannot install $*: $(grep -iE '^ *(error|×|╰)' "$SETUP_LOG" | tail -n 1 | cut -c1-200) (log: $SETUP_LOG)"
+}
+
 # The pages of `rlflow view` are tested in a real browser; without one those tests are skipped and say so.
 ensure_chromium() {
     local name

@@ -38,6 +38,7 @@ ALLOWED = {
     "transfer_queue/segment.py::Segment.retire": "it gives the lock back",
     "transfer_queue/storage_simple_client.py::SimpleStorageClient._return_unused": "called when the reply is there",
     "utils/ray_utils.py::run_coroutine": "the calls in the coroutine have deadlines",
+    "workers/rollout/load_balancer.py::GlobalRequestLoadBalancer._until": "inside asyncio.timeout",
     "workers/rollout/hf/score_queue.py::ScoreQueue._run": "its own task, waiting for work; each request has a deadline",
     "workers/rollout/hf/score_queue.py::ScoreQueue.close": "one forward; who calls the server has CALL_TIMEOUT_S",
     "workers/rollout/hf/scoring_server.py::HFScoringServer._load": "loading the model; the launcher waits as below",

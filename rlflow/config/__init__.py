@@ -11,7 +11,13 @@ from rlflow.config.critic import CriticConfig, FSDPCriticConfig
 from rlflow.config.data import DataConfig
 from rlflow.config.model import HFModelConfig
 from rlflow.config.reward import CustomFunctionConfig, RewardConfig, RewardManagerConfig, RewardModelConfig
-from rlflow.config.rollout import AgentLoopConfig, CheckpointEngineConfig, RolloutConfig, SamplingConfig
+from rlflow.config.rollout import (
+    AgentLoopConfig,
+    CheckpointEngineConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SupervisorConfig,
+)
 from rlflow.config.rollout_correction import RolloutCorrectionConfig
 from rlflow.config.trainer import TrainerConfig
 from rlflow.config.worker import (
@@ -54,6 +60,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "SamplingConfig",
+    "SupervisorConfig",
     "TrainerConfig",
     "TrainingWorkerConfig",
     "omega_conf_to_dataclass",

@@ -20,6 +20,8 @@ from rlflow.config.critic_checks import check_critic
 from rlflow.config.data import DataConfig
 from rlflow.config.describe import keys_of
 from rlflow.config.determinism_checks import check_determinism
+from rlflow.config.engine_checks import check_engine
+from rlflow.config.key_check import check_keys
 from rlflow.config.lora_checks import check_lora
 from rlflow.config.loss_checks import check_losses
 from rlflow.config.model import HFModelConfig
@@ -36,18 +38,24 @@ from rlflow.config.trainer import TrainerConfig
 from rlflow.config.worker import FSDPActorConfig, RefConfig
 from rlflow.utils.errors import ConfigError
 from rlflow.utils.tracker_names import tracker_names, tracker_problem
+from rlflow.workers.rollout.capabilities import CAPABILITIES
 
-ENGINES = {"hf": "embedded"}
 DTYPES = ("bfloat16", "float32", "bf16", "fp32")
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KNOWN_NODES = {
     "actor_rollout_ref",
     "algorithm",
     "critic",
+    "custom_reward_function",
     "data",
+    "distillation",
+    "global_profiler",
     "model_engine",
     "ray_kwargs",
     "reward",
+    "reward_model",
+    "sandbox_fusion",
+    "skip",
     "trainer",
     "transfer_queue",
 }
@@ -78,10 +86,14 @@ def validate_config(
     """
     problems: list[str] = []
     notices: list[str] = []
+    check_keys(config, problems, notices)
+    if config.get("model_engine") != "dp":  # the nodes of another engine have other types
+        raise ConfigError(_report(problems, overrides, unusable))
+    refused = len(problems)
     typed = _typed_nodes(config, problems)
-    if not problems:
-        own: list[Check] = [_check_values, _check_files, _check_sampling, check_algorithm, check_critic, check_lora]
-        own += [check_lengths, check_parallel, check_batches, check_determinism, check_reward_model]
+    if len(problems) == refused:
+        own: list[Check] = [_check_values, _check_files, _check_sampling, check_engine, check_algorithm, check_critic]
+        own += [check_lora, check_lengths, check_parallel, check_batches, check_determinism, check_reward_model]
         own += [check_reference_place, *(() if unusable else (_check_names, check_losses, *further))]
         for check in own:
             check(typed, problems, notices)
@@ -154,7 +166,7 @@ def _typed_nodes(config: Any, problems: list[str]) -> TypedConfig:
     if OmegaConf.is_missing(config.actor_rollout_ref.rollout, "name"):
         problems.append(
             "actor_rollout_ref.rollout.name is not set: no engine would generate.\n"
-            f"    try:    actor_rollout_ref.rollout.name=hf (available: {', '.join(sorted(ENGINES))})"
+            f"    try:    actor_rollout_ref.rollout.name=hf (available: {', '.join(sorted(CAPABILITIES))})"
         )
         return typed
     nodes: dict[str, tuple[str, type]] = {
@@ -193,8 +205,6 @@ def _check_names(c: TypedConfig, problems: list[str], notices: list[str]) -> Non
         import_external_libs(c.model.external_lib)
     except ConfigError as error:
         problems.append(f"actor_rollout_ref.{error}")
-    if c.rollout.name not in ENGINES:
-        problems.append(_choice("actor_rollout_ref.rollout.name", c.rollout.name, ENGINES, "is not in this version"))
     if c.algorithm.adv_estimator not in core_algos.ADV_ESTIMATOR_REGISTRY:
         problems.append(
             _choice("algorithm.adv_estimator", c.algorithm.adv_estimator, core_algos.ADV_ESTIMATOR_REGISTRY)
@@ -249,6 +259,9 @@ def _check_values(c: TypedConfig, problems: list[str], notices: list[str]) -> No
             c.rollout.checkpoint_engine.update_weights_bucket_megabytes,
             1,
         ),
+        (f"{rollout}.nnodes", c.rollout.nnodes, 0),
+        (f"{rollout}.n_gpus_per_node", c.rollout.n_gpus_per_node, 1),
+        (f"{rollout}.supervisor.max_restarts", c.rollout.supervisor.max_restarts, 0),
         ("reward.num_workers", c.reward.num_workers, 1),
         ("reward.processes_per_worker", c.reward.processes_per_worker, 1),
         ("trainer.total_epochs", c.trainer.total_epochs, 1),
@@ -258,6 +271,10 @@ def _check_values(c: TypedConfig, problems: list[str], notices: list[str]) -> No
     above_zero: list[tuple[str, float]] = [
         ("reward.timeout_s", c.reward.timeout_s),
         (f"{rollout}.request_timeout_s", c.rollout.request_timeout_s),
+        (f"{rollout}.supervisor.heartbeat_s", c.rollout.supervisor.heartbeat_s),
+        (f"{rollout}.supervisor.hang_timeout_s", c.rollout.supervisor.hang_timeout_s),
+        (f"{rollout}.supervisor.start_timeout_s", c.rollout.supervisor.start_timeout_s),
+        (f"{rollout}.supervisor.ready_timeout_s", c.rollout.supervisor.ready_timeout_s),
         (f"{rollout}.agent.session_timeout_s", c.rollout.agent.session_timeout_s),
         ("reward.load_timeout_s", c.reward.load_timeout_s),
         ("trainer.stall_timeout_s", c.trainer.stall_timeout_s),
@@ -284,7 +301,6 @@ def _check_values(c: TypedConfig, problems: list[str], notices: list[str]) -> No
         (f"{actor}.strategy", c.actor.strategy, ("fsdp", "fsdp2")),
         (f"{actor}.fsdp_config.dtype", c.actor.fsdp_config.dtype, DTYPES),
         (f"{rollout}.dtype", c.rollout.dtype, DTYPES),
-        (f"{rollout}.load_format", c.rollout.load_format, ("dummy", "auto", "safetensors")),
         (f"{rollout}.checkpoint_engine.backend", c.rollout.checkpoint_engine.backend, ("naive",)),
         (f"{actor}.kl_loss_type", c.actor.kl_loss_type.removesuffix("+"), KL_ESTIMATORS),
         ("algorithm.kl_penalty", c.algorithm.kl_penalty.removesuffix("+"), KL_ESTIMATORS),
@@ -347,12 +363,6 @@ def _check_sampling(c: TypedConfig, problems: list[str], notices: list[str]) -> 
             f"actor_rollout_ref.rollout.temperature={c.rollout.temperature}: greedy rollouts have "
             f"degenerate log-probs and no "
             "exploration.\n    try:    actor_rollout_ref.rollout.temperature=1.0"
-        )
-    if c.rollout.top_p != 1.0 or c.rollout.top_k not in (-1, 0):
-        notices.append(
-            f"rollout.top_p={c.rollout.top_p}, top_k={c.rollout.top_k}: the engine samples from a "
-            f"truncated distribution, the "
-            "trainer's log-probs are of the full one, so probability ratios are biased"
         )
     if c.trainer.nnodes > 1 and c.rollout.checkpoint_engine.backend == "naive":
         notices.append("checkpoint_engine.backend=naive: each replica must share a node with the workers that feed it")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlflow.config.choices import allowed_values
-from rlflow.config.key_states import HONOURED, rule_for
+from rlflow.config.key_states import HONOURED, Rule, rule_for
 from rlflow.config.tree import hint_of
 from rlflow.config.wrong_type import type_words
 from rlflow.config.yaml_text import FOLDER, Place, documented
@@ -80,9 +80,14 @@ def _describe(key: str, default: Any, place: Place) -> KeyDescription:
         defined_in=place.where,
         allowed=allowed_values(key, default),
         state=rule.state if rule else HONOURED,
-        reason=rule.why if rule else "",
+        reason=_reason(rule) if rule else "",
         instead=rule.instead if rule else "",
     )
+
+
+def _reason(rule: Rule) -> str:
+    honoured = f" (rollout.name={'|'.join(rule.honoured_by)} honours it)" if rule.honoured_by else ""
+    return f"{rule.why}{honoured}"
 
 
 def followed(key: str, default: Any) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlflow.workers.rollout.capabilities import capabilities_of
+
 if TYPE_CHECKING:
     from rlflow.config.checks import TypedConfig
 
-# Engines that serve announced sessions in rounds.
-ENGINES = ("hf",)
 KEY = "actor_rollout_ref.rollout.full_determinism"
 
 
@@ -16,7 +16,7 @@ def check_determinism(c: TypedConfig, problems: list[str], notices: list[str]) -
     """Nothing when the switch is off."""
     if not c.rollout.full_determinism:
         return
-    if c.rollout.name not in ENGINES:
+    if not capabilities_of(c.rollout.name).full_determinism:
         problems.append(
             f"{KEY}=true cannot hold with rollout.name={c.rollout.name}: its batches depend on when requests arrive.\n"
             "    try:    actor_rollout_ref.rollout.name=hf"

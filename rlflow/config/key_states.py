@@ -19,23 +19,24 @@ class Rule:
     """What becomes of the keys of one pattern.
 
     `why`: why an inert key has no meaning here, or the feature that an unbuilt one needs. `instead`: what to
-    set or do in its place.
+    set or do in its place. `honoured_by`: rollout engines that do honour the keys.
     """
 
     pattern: str
     state: str
     why: str
     instead: str = ""
+    honoured_by: tuple[str, ...] = ()
 
 
-def inert(pattern: str, why: str, instead: str = "") -> Rule:
+def inert(pattern: str, why: str, honoured_by: tuple[str, ...] = ()) -> Rule:
     """Accepted, without effect."""
-    return Rule(pattern, INERT, why, instead)
+    return Rule(pattern, INERT, why, honoured_by=honoured_by)
 
 
-def unbuilt(pattern: str, feature: str, instead: str) -> Rule:
+def unbuilt(pattern: str, feature: str, instead: str, honoured_by: tuple[str, ...] = ()) -> Rule:
     """Refused when it is set away from its default."""
-    return Rule(pattern, UNBUILT, feature, instead)
+    return Rule(pattern, UNBUILT, feature, instead, honoured_by)
 
 
 def rule_for(key: str) -> Rule | None:

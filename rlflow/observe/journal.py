@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,13 +32,16 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = threading.Lock()  # the trainer's thread and the supervisor's write the journal
         cut_half_line(path)
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def append(self, line: dict[str, Any], durable: bool = False) -> None:
         """Add one line; values that are no JSON become text, numbers that are not finite become null."""
-        self._file.write(json.dumps(plain(line), ensure_ascii=False) + "\n")
-        self._file.flush()
+        text = json.dumps(plain(line), ensure_ascii=False) + "\n"
+        with self._lock:
+            self._file.write(text)
+            self._file.flush()
         if durable:
             os.fsync(self._file.fileno())
 

@@ -147,7 +147,7 @@ class TaskRunner:
         parts = [self.agent_loop_manager]
         if runtime is not None:
             groups = [runtime.actor_wg, runtime.ref_policy_wg]
-            parts += [runtime.server_manager, runtime.reward_manager, *groups, runtime.pools]
+            parts += [runtime.supervisor, runtime.server_manager, runtime.reward_manager, *groups, runtime.pools]
         for part in parts:
             close = getattr(part, "shutdown", None)
             if close is None:

@@ -28,7 +28,26 @@ class DeadlineError(RlflowError, TimeoutError):
 
 
 class WeightSyncError(RlflowError):
-    """A rollout replica does not hold the weights the trainer sent."""
+    """Rollout replicas do not hold the weights the trainer sent.
+
+    Attributes:
+        phase: of the sync, as `checkpoint_engine.phases.Phase` names it ("transfer"); None where it is not known.
+        replicas: ranks of the replicas concerned.
+        tensors: names of those that are missing, unknown or different.
+        lost: whether the replicas did not answer (dead or hung), instead of holding something else.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        phase: str | None = None,
+        replicas: tuple[int, ...] = (),
+        tensors: tuple[str, ...] = (),
+        lost: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.phase, self.replicas, self.tensors, self.lost = phase, tuple(replicas), tuple(tensors), lost
 
 
 class CheckpointError(RlflowError):

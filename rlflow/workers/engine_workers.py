@@ -13,6 +13,7 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,8 @@ from typing import Any
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from rlflow.checkpoint_engine.base import WeightReceipt, WeightSender, build_sender
+from rlflow.checkpoint_engine.base import WeightReceipt
+from rlflow.checkpoint_engine.canary import Canary
 from rlflow.config import (
     FSDPActorConfig,
     HFModelConfig,
@@ -33,11 +35,12 @@ from rlflow.config import (
 from rlflow.single_controller.base import Dispatch, Worker, WorkerContext, mesh, register
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.device import get_torch_device
-from rlflow.utils.errors import ConfigError, ContractError
+from rlflow.utils.errors import ConfigError, ContractError, WeightSyncError
 from rlflow.workers.engine.base import LossFunction
 from rlflow.workers.engine.process import prepare_process
 from rlflow.workers.losses import ppo_loss
 from rlflow.workers.training_worker import TrainingWorker
+from rlflow.workers.weight_export import WeightExport, compute_canary
 
 __all__ = ["ActorRolloutRefWorker", "TrainingWorker", "TrainingWorkerConfig"]
 
@@ -69,8 +72,7 @@ class ActorRolloutRefWorker(Worker):
         self._is_ref = role in ("ref", "actor_rollout_ref")
         self.actor: TrainingWorker | None = None
         self.ref: TrainingWorker | None = None
-        self.weight_sender: WeightSender | None = None
-        self._server: Any = None
+        self.weights: WeightExport | None = None
 
     # ---- building ------------------------------------------------------------------------------------------------
 
@@ -89,7 +91,7 @@ class ActorRolloutRefWorker(Worker):
             if self.ref is None and self.model_config.uses_lora:
                 self.set_dispatch_collect("ref", **self.actor.get_dispatch_collect("train"))
         if self._is_actor and self._is_rollout:
-            self.weight_sender = build_sender(self.rollout_config, self.rank, self.world_size)
+            self.weights = WeightExport(self.rollout_config, self.model_config, self.rank, self.world_size)
         get_torch_device().empty_cache()
 
     def _build_ref(self) -> TrainingWorker:
@@ -218,22 +220,56 @@ class ActorRolloutRefWorker(Worker):
         """Say which server this rank feeds: element i belongs to rank i, None for a rank that feeds none."""
         if len(server_handles) != self.world_size:
             raise ContractError(f"bind_rollout got {len(server_handles)} handles for {self.world_size} ranks")
-        self._server = server_handles[self.rank]
+        self._weights().bind(server_handles[self.rank])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> WeightReceipt | None:
-        """Send the policy's weights, as version `global_steps`, to the server of this rank.
+    async def update_weights(
+        self,
+        global_steps: int | None = None,
+        mode: str = "auto",
+        ranks: list[int] | None = None,
+        base_sync: bool | None = None,
+    ) -> WeightReceipt | WeightSyncError | None:
+        """Send the policy's weights as version `global_steps`.
 
-        Returns the receipt that both ends agree on; None on a rank without a server.
+        Args:
+            mode: "naive": every rank feeds the server on its node. A name of a checkpoint engine: through it. "auto":
+                `rollout.checkpoint_engine.backend`.
+            ranks: naive: only these ranks send, the others gather with them; None: all that have a server.
+            base_sync: naive, with an adapter: whether the base weights go first; None: unless they went before.
+
+        Returns:
+            The receipt that both ends agree on, or what went wrong at this rank's server: returned, not raised, so
+            that the call tells about all ranks. None on a rank that sends to nobody.
         """
-        if self.weight_sender is None:
+        engine, export = self._actor().engine, self._weights()
+        mode = str(self.rollout_config.checkpoint_engine.backend) if mode == "auto" else mode
+        version = int(global_steps or 0)
+        try:
+            with engine.eval_mode():
+                if mode == "naive":
+                    return await export.send(engine, version, ranks, base_sync)
+                return await export.send_through_engine(engine, version, mode)
+        except WeightSyncError as error:
+            return error
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    async def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """`prepare`, `init_process_group` or `finalize` of the trainer's end of the configured checkpoint engine."""
+        return await asyncio.to_thread(getattr(self._weights().checkpoint_engine, method), *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def canary(self) -> tuple[Canary, str]:
+        """A fixed prompt with its log-probs under the present policy, and the type of the weights on the wire.
+
+        *Collective.*
+        """
+        return compute_canary(self._actor()), str(self.rollout_config.dtype)
+
+    def _weights(self) -> WeightExport:
+        if self.weights is None:
             raise ContractError(f"a worker of role {self.role!r} sends no weights")
-        if mode not in ("auto", "naive"):
-            raise ConfigError(f"update_weights(mode={mode!r}) is not in this version; use auto or naive")
-        engine = self._actor().engine
-        with engine.eval_mode():
-            params, _ = engine.get_per_tensor_param()
-            return await self.weight_sender.send(params, self._server, int(global_steps or 0))
+        return self.weights
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 

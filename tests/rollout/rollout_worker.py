@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any
 
 import torch
@@ -33,6 +35,11 @@ class FeedWorker(Worker):
         self.fault = fault
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def strike(self, pid: int, number: int, name: str) -> None:
+        """Send a signal to a process in the middle of the next sync, before the parameter `name` leaves."""
+        self.fault = (f"signal {number} {pid}", name)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: param.detach() for name, param in self.model.named_parameters()}
 
@@ -43,6 +50,11 @@ class FeedWorker(Worker):
     def _export(self):
         what, where = self.fault or ("", "")
         for name, param in self.model.named_parameters():
+            if what.startswith("signal") and where == name:
+                self.fault = None
+                _, number, pid = what.split()
+                with contextlib.suppress(ProcessLookupError):  # another rank was first
+                    os.kill(int(pid), int(number))
             if (what, where) == ("drop", name):
                 continue
             if (what, where) == ("raise", name):

@@ -57,6 +57,22 @@ FAILURES = (
         SUM,
         "the same",
     ),
+    Entry(
+        "supervisor/replicas_serving",
+        "rollout replicas that take requests at the end of the step",
+        "replicas",
+        LAST,
+        "fewer than were started",
+    ),
+    Entry(
+        "supervisor/replicas_lost",
+        "rollout replicas that died or hung",
+        "replicas",
+        SUM,
+        "not 0: the journal's `replica_lost` lines have the cause",
+    ),
+    Entry("supervisor/restarts", "replicas that were started again", "replicas", SUM, "the same"),
+    Entry("supervisor/downtime_s", "time from a loss to serving again, summed over replicas", "s", SUM, "not 0"),
     Entry("validation/rollout_failure/groups", "the same in a validation", "prompts", SUM, "the same"),
     Entry("validation/rollout_failure/sessions", "the same in a validation", "sessions", SUM, "the same"),
 )

@@ -22,7 +22,11 @@ HEADLINES = (
     ("Throughput", "perf/throughput", "tokens/s/device"),
     ("Time of a step", "timing_s/step", "s"),
 )
-NOTABLE = ("run_started", "resumed", "saved", "fault", "restart", "dropped", "validated", "run_ended")
+NOTABLE = (
+    *("run_started", "resumed", "saved", "fault", "restart", "dropped", "validated", "run_ended"),
+    *("replica_lost", "replica_serving", "replica_gone"),
+)
+BAD = ("fault", "dropped", "replica_lost", "replica_gone")
 NOTABLE_LIMIT = 200
 
 
@@ -166,7 +170,7 @@ def notable(journal: Journal) -> list[dict[str, Any]]:
     """The newest events of note, oldest first."""
     rows = []
     for event in journal.of(*NOTABLE)[-NOTABLE_LIMIT:]:
-        kind = "bad" if event.event in ("fault", "dropped") or event.data.get("exit_code") else ""
+        kind = "bad" if event.event in BAD or event.data.get("exit_code") else ""
         rows.append(
             {"time": event.time, "step": event.step, "event": event.event, "kind": kind, "text": _say(event.data)}
         )

@@ -1,8 +1,8 @@
 """Build the processes of a run: worker groups, reward workers, rollout servers.
 
-Order: pools -> colocated worker groups -> models -> reward workers -> servers -> weight-sync manager. Each wait has a
-deadline and names what it waited for. The roles of one pool live in the same processes: policy, reference and critic
-in "global_pool", unless the pools map one of them elsewhere (`resource_pools`).
+Order: pools -> colocated worker groups -> models -> reward workers -> servers -> weight-sync manager and supervisor.
+Each wait has a deadline and names what it waited for. The roles of one pool live in the same processes: policy,
+reference and critic in "global_pool", unless the pools map one of them elsewhere (`resource_pools`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import open_dict
 
 from rlflow.checkpoint_engine.manager import CheckpointEngineManager
-from rlflow.config import HFModelConfig, omega_conf_to_dataclass
+from rlflow.config import HFModelConfig, SupervisorConfig, omega_conf_to_dataclass
 from rlflow.config.parallel_checks import split_over
 from rlflow.reward_loop import RewardLoopManager
 from rlflow.single_controller.ray import (
@@ -31,6 +31,8 @@ from rlflow.utils.flops_counter import linear_work_per_token
 from rlflow.utils.seqlen_balancing import LINEAR_WORK_PER_TOKEN
 from rlflow.utils.tokenizer import policy_tokenizer
 from rlflow.workers.rollout.llm_server import LLMServerManager
+from rlflow.workers.rollout.supervised_sync import SupervisedSync
+from rlflow.workers.rollout.supervisor import ReplicaSupervisor
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Runtime:
     dp_size: int
     ref_dp_size: int = 1
     critic_wg: Any = None
+    supervisor: ReplicaSupervisor | None = None
     linear_work: int = LINEAR_WORK_PER_TOKEN
 
     @property
@@ -110,9 +113,7 @@ def build_runtime(config: Any, total_training_steps: int, pools: ResourcePoolMan
     reward_manager = RewardLoopManager(config, pools.get_resource_pool(Role.RewardModel) if scores else None)
     server_manager = LLMServerManager.create(config, worker_group=actor_wg)
     actor_wg.bind_rollout(server_manager.handles_by_worker())
-    checkpoint_manager = CheckpointEngineManager(
-        config.actor_rollout_ref.rollout.checkpoint_engine, actor_wg, server_manager.get_replicas()
-    )
+    checkpoint_manager, supervisor = _weight_sync(config, actor_wg, server_manager)
     return Runtime(
         tokenizer=policy_tokenizer(config),
         actor_wg=actor_wg,
@@ -125,8 +126,25 @@ def build_runtime(config: Any, total_training_steps: int, pools: ResourcePoolMan
         dp_size=split_over(config, Role.ActorRolloutRef in groups, critic_wg is not None),
         ref_dp_size=1 if ref_wg is None else ref_wg.topology("ref").dp_size,
         critic_wg=critic_wg,
+        supervisor=supervisor,
         linear_work=_linear_work(config),
     )
+
+
+def _weight_sync(
+    config: Any, actor_wg: Any, server_manager: LLMServerManager
+) -> tuple[CheckpointEngineManager | SupervisedSync, ReplicaSupervisor | None]:
+    """Who brings weights to the replicas, and who watches them (nobody: `rollout.supervisor.enable=false`)."""
+    rollout = config.actor_rollout_ref.rollout
+    replicas = server_manager.get_replicas()
+    manager = CheckpointEngineManager(rollout.checkpoint_engine, actor_wg, replicas)
+    settings = omega_conf_to_dataclass(rollout.supervisor, SupervisorConfig)
+    if not settings.enable:
+        return manager, None
+    supervisor = ReplicaSupervisor(settings, replicas, server_manager.global_load_balancer)
+    sync = SupervisedSync(manager, rollout, actor_wg, server_manager, supervisor)
+    supervisor.start()
+    return sync, supervisor
 
 
 def _ref_in_actor(config: Any) -> bool:

@@ -62,7 +62,9 @@ class Pulse:
                 troubles.append(f"{name} {answer}; {self._last(name)}")
         hidden = len(sessions) - MAX_SESSIONS
         more = [f"... and {hidden} more sessions"] if hidden > 0 else []
-        return [*troubles, *healthy, *sessions[:MAX_SESSIONS], *more]
+        supervisor = getattr(runtime, "supervisor", None)
+        replicas = [] if supervisor is None else supervisor.describe()
+        return [*troubles, *replicas, *healthy, *sessions[:MAX_SESSIONS], *more]
 
     def _ask(self, handles: dict[str, Any]) -> dict[str, Any]:
         """Status of each actor, or words for why there is none."""

@@ -121,7 +121,15 @@ class PPOTrainer(ABC):  # noqa: B024
         self.runtime.checkpoint_manager.sleep_replicas()
         self.global_steps = load_trainer_checkpoint(self)
         record.open_record(self)
+        if self.runtime.supervisor is not None:
+            self.runtime.supervisor.on_event = self._replica_event
         self.on_init_end()
+
+    def _replica_event(self, name: str, **facts: Any) -> None:
+        """What became of a rollout replica: into the journal, and to the user. Called in the supervisor's thread."""
+        self.recorder.event(name, self.global_steps, **facts)
+        if name in ("replica_lost", "replica_gone"):
+            notice(f"rollout replica {facts['replica']}: {name.removeprefix('replica_')} ({facts['cause']})")
 
     def _init_resource_pool_mgr(self) -> ResourcePoolManager:
         """Which roles there are and on which devices each lives; a subclass may map them to pools of its own."""
@@ -237,6 +245,8 @@ class PPOTrainer(ABC):  # noqa: B024
                 with self._stage("save_checkpoint", timing):
                     pending = prepare_checkpoint(self)
             self.on_step_end(metrics, timing)
+        if self.runtime.supervisor is not None:
+            metrics.update(self.runtime.supervisor.take_metrics())
         try:
             if trainer.test_freq > 0 and (last or self.global_steps % trainer.test_freq == 0):
                 with self._stage("testing", timing):

@@ -18,6 +18,7 @@ from typing import Any
 from rlflow.utils.errors import ConfigError, ContractError
 from rlflow.utils.ray_utils import ray_await
 from rlflow.workers.rollout.base import RolloutError, TokenOutput
+from rlflow.workers.rollout.processes import ServerProcesses, kill_server, processes_here
 
 __all__ = ["RolloutMode", "RolloutReplica", "RolloutReplicaRegistry", "TokenOutput", "get_rollout_replica_class"]
 
@@ -77,13 +78,20 @@ class RolloutReplica(ABC):
         if config.get("full_determinism", False):
             # A round waits for a request of every session, so none may wait outside the server for its turn.
             self.max_concurrency = _ALL_CALLS
-        # Replicas that share this one's node and so its cores; the manager sets it before launch.
+        # Set by the manager before launch: replicas that share this one's node and so its cores, and the device of a
+        # pool of its own.
         self.replicas_on_node = 1
+        self.device_name: str | None = None
+        # How often its servers were started again.
+        self.life = 0
         self.rollout_mode: RolloutMode | None = None
         self.workers: list[Any] = []
         self.servers: list[Any] = []
         self.pids: list[int] = []  # of the servers, for messages; an engine that does not know leaves it empty
         self.resource_pool: Any = None
+        self._owns_pool = False
+        self._worker_facts: list[Any] = []
+        self._processes: list[ServerProcesses] = []
         self._server_handle: Any = None
         self._server_address: str | None = None
 
@@ -98,6 +106,11 @@ class RolloutReplica(ABC):
     def kind(self) -> str:
         """What it is called in messages."""
         return "reward model" if self.is_reward_model else "rollout"
+
+    @property
+    def server_id(self) -> str:
+        """What the balancer calls its present servers."""
+        return f"replica_{self.replica_rank}" + (f"_life_{self.life}" if self.life else "")
 
     @property
     def server_handle(self) -> Any:
@@ -123,14 +136,40 @@ class RolloutReplica(ABC):
             )
         await self.launch_servers()
 
+    async def init_hybrid_colocated(self, worker_group: Any, resource_pool: Any) -> None:
+        """`init_hybrid` for an engine that also wants the placement groups of these workers."""
+        self.resource_pool = resource_pool
+        await self.init_hybrid(worker_group)
+
     async def init_colocated(self, resource_pool: Any) -> None:
         """Serve in the placement groups of a pool that training uses too, with weights of its own."""
         self.rollout_mode, self.resource_pool = RolloutMode.COLOCATED, resource_pool
         await self.launch_servers()
 
     async def init_standalone(self, resource_pool: Any = None) -> None:
-        """Serve on devices of its own: those of `resource_pool`, or wherever Ray places the server."""
+        """Serve on devices of its own: those of `resource_pool`, or of a new pool `rollout_pool_{rank}`.
+
+        A device of the pool has room for two processes, so that whoever receives weights for the server (a checkpoint
+        engine) can run beside it.
+        """
+        if resource_pool is None:
+            from rlflow.single_controller.ray import RayResourcePool
+
+            role = "_reward" if self.is_reward_model else "_teacher" if self.is_teacher_model else ""
+            device = self.device_name or "cpu"
+            resource_pool = RayResourcePool(
+                [self.gpus_per_replica_node] * self.nnodes,
+                name_prefix=f"rollout{role}_pool_{self.replica_rank}{self.name_suffix}",
+                max_colocate_count=2,
+                device_name=device,
+            )
+            self._owns_pool = True
         self.rollout_mode, self.resource_pool = RolloutMode.STANDALONE, resource_pool
+        await self.launch_servers()
+
+    async def relaunch(self) -> None:
+        """Start the servers again where they were, after `kill`. They have no weights that the trainer sent."""
+        self.life += 1
         await self.launch_servers()
 
     @abstractmethod
@@ -173,6 +212,31 @@ class RolloutReplica(ABC):
         """State and counts of the first server."""
         return (await self._all("status"))[0]
 
+    async def ask_workers(self, function: Callable[[Any], Any]) -> list[Any]:
+        """What `function(worker)` says in each of its workers; asked once, since later they may be busy training."""
+        if not self._worker_facts:
+            calls = [
+                ray_await(worker.__ray_call__.remote(function), what="a worker's node", timeout_s=LAUNCH_TIMEOUT_S)
+                for worker in self.workers
+            ]
+            self._worker_facts = list(await asyncio.gather(*calls))
+        return self._worker_facts
+
+    async def note_processes(self) -> None:
+        """Ask the servers which processes are theirs, so that `kill` can end them when they do not answer."""
+        calls = [
+            ray_await(server.__ray_call__.remote(processes_here), what="a server's processes", timeout_s=CALL_TIMEOUT_S)
+            for server in self.servers
+        ]
+        self._processes = list(await asyncio.gather(*calls))
+
+    async def kill(self) -> None:
+        """End the servers and all their processes at once, whatever they do; calls that wait for them fail."""
+        servers, self.servers, self._server_handle = self.servers, [], None
+        known, self._processes = self._processes, []
+        for nth, server in enumerate(servers):
+            await kill_server(server, known[nth] if nth < len(known) else None)
+
     async def shutdown(self) -> None:
         """Stop the servers and end their processes. Errors of a dying process are ignored."""
         import ray
@@ -185,6 +249,8 @@ class RolloutReplica(ABC):
             except (RayError, TimeoutError) as error:
                 logger.debug("replica %d did not stop by itself: %s", self.replica_rank, error)
             ray.kill(server)
+        if self._owns_pool:
+            self.resource_pool.release()
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         from ray.exceptions import RayActorError
@@ -224,8 +290,13 @@ class RolloutReplicaRegistry:
         return loader()
 
 
-def get_rollout_replica_class(name: str) -> type[RolloutReplica]:
-    """The replica class of an engine."""
+def get_rollout_replica_class(name: str, disaggregation_enabled: bool = False) -> type[RolloutReplica]:
+    """The replica class of an engine; `ConfigError` for prefill and decode on servers of their own."""
+    if disaggregation_enabled:
+        raise ConfigError(
+            f"rollout.disaggregation.enabled=true: rollout.name={name} has no replicas with prefill and decode on "
+            "servers of their own in this version. Set it to false."
+        )
     return RolloutReplicaRegistry.get(name)
 
 
@@ -233,6 +304,18 @@ def _load_hf() -> type[RolloutReplica]:
     from rlflow.workers.rollout.hf.replica import HFReplica
 
     return HFReplica
+
+
+def _load_vllm() -> type[RolloutReplica]:
+    from rlflow.workers.rollout.vllm.replica import VLLMReplica
+
+    return VLLMReplica
+
+
+def _load_sglang() -> type[RolloutReplica]:
+    from rlflow.workers.rollout.sglang.replica import SGLangReplica
+
+    return SGLangReplica
 
 
 def _absent(name: str) -> Callable[[], type[RolloutReplica]]:
@@ -247,5 +330,6 @@ def _absent(name: str) -> Callable[[], type[RolloutReplica]]:
 
 
 RolloutReplicaRegistry.register("hf", _load_hf)
-for _name in ("vllm", "sglang", "trtllm"):
-    RolloutReplicaRegistry.register(_name, _absent(_name))
+RolloutReplicaRegistry.register("vllm", _load_vllm)
+RolloutReplicaRegistry.register("sglang", _load_sglang)
+RolloutReplicaRegistry.register("trtllm", _absent("trtllm"))

@@ -295,9 +295,20 @@ class FSDPEngine(BaseEngine):
 
     # ---- weights and checkpoints ---------------------------------------------------------------------------------
 
-    def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """((name, full tensor), ...) under Hugging Face names, adapters merged in; see `BaseEngine`. *Collective.*"""
-        return export.iter_full_tensors(self.module), None
+    def get_per_tensor_param(
+        self, *, base_sync_done: bool | None = None, **options: Any
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
+        """((name, full tensor), ...) and the adapter's config; see `BaseEngine`. *Collective.*
+
+        Args:
+            base_sync_done: None: all weights under Hugging Face names, adapters merged in, and no config. With an
+                adapter, False: the weights without it; True: the adapter only, under PEFT's names.
+        """
+        if base_sync_done is None:
+            return export.iter_full_tensors(self.module), None
+        if base_sync_done:
+            return export.iter_adapter_tensors(self.module), export.adapter_facts(self.module)
+        return export.iter_full_tensors(self.module, merged=False), export.adapter_facts(self.module)
 
     def save_checkpoint(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlflow.checkpoint.hf_weights import MAX_FILE_BYTES, TensorSpec, plan_files, write_weights
+from rlflow.utils.errors import ContractError
 from rlflow.utils.moe_weights import expert_parts, splits_experts
 from rlflow.workers.engine.fsdp import lora
 from rlflow.workers.engine.fsdp.model import PREFIX, PackedModel
@@ -31,16 +32,38 @@ def hf_name(name: str) -> str:
     return lora.plain_name(name.removeprefix(PREFIX))
 
 
-def iter_full_tensors(module: PackedModel) -> Iterator[tuple[str, Tensor]]:
+def iter_full_tensors(module: PackedModel, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) of every weight, one gathered at a time; a tied weight comes once, packed experts one by one.
     *Collective.*
 
     The tensors have the dtype of the stored weights (fp32 where an adapter is merged in), and on a single rank they
-    share its memory: copy what you keep.
+    share its memory: copy what you keep. Without `merged` they are those beside the adapter.
     """
-    stored = _Stored(module)
+    stored = _Stored(module, merged=merged)
     for name in stored.tensors:
         yield from stored.parts(name).items()
+
+
+def iter_adapter_tensors(module: PackedModel) -> Iterator[tuple[str, Tensor]]:
+    """(name in PEFT's files, full tensor) of every part of the adapter. *Collective.*"""
+    reshard(module)
+    for name, value in lora.trained_tensors(module.hf_model).items():
+        yield name, _gather(value)
+
+
+def adapter_facts(module: PackedModel) -> dict[str, Any]:
+    """PEFT's config as plain values, and `scaling`: adapted module -> factor of its product.
+
+    Raises:
+        ContractError: the model has no adapter.
+    """
+    config = module.adapter_config
+    if config is None:
+        raise ContractError("base_sync_done asks for the adapter apart, but no adapter is trained (model.lora_rank=0)")
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    parts = lora.adapted_weights(module.hf_model).items()
+    scaling = {hf_name(name).removesuffix(".weight"): part.scaling for name, part in parts}
+    return {**values, "scaling": scaling}
 
 
 class _Stored:
@@ -49,13 +72,13 @@ class _Stored:
     What leaves it are `parts`: a weight under its name, or one matrix an expert where checkpoints have it so.
     """
 
-    def __init__(self, module: PackedModel) -> None:
+    def __init__(self, module: PackedModel, *, merged: bool = True) -> None:
         reshard(module)
         persistent = set(module.state_dict().keys())
         stored: dict[str, Tensor] = dict(module.named_parameters())
         stored |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
         self.tensors = {hf_name(n): value.detach() for n, value in stored.items() if not lora.is_adapter(n)}
-        self._adapted = lora.adapted_weights(module.hf_model)
+        self._adapted = lora.adapted_weights(module.hf_model) if merged else {}
         self._splits = splits_experts(module.hf_model.config.get_text_config())
 
     def whole(self, name: str) -> Tensor:

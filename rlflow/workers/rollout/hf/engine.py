@@ -80,7 +80,7 @@ class HFEngine:
         self._waiting: Admission = FirstCome() if admission is None else admission
         self._batch = Batch(limits.max_num_seqs, model.vocab_size, model.device)
         self._cache: SlotKVCache | None = None
-        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any], bool]] = deque()
         self._abort_ids: set[str] = set()
         self._abort_all = False
         self._paused = self._asleep = self._updating = self._stopped = False
@@ -213,13 +213,30 @@ class HFEngine:
             self._asleep = False
             self._condition.notify_all()
 
-    def start_update(self) -> Future[None]:
+    def prompt_log_probs(self, token_ids: list[int]) -> Future[list[float]]:
+        """Log-probs of all tokens but the first under the present weights, between two steps.
+
+        Raises:
+            ContractError: fewer than two tokens, more than a sequence may have, or ids outside the vocabulary.
+        """
+        if not 2 <= len(token_ids) <= self.limits.max_model_len:
+            raise ContractError(
+                f"prompt_log_probs takes 2 to rollout.max_model_len={self.limits.max_model_len} tokens, got "
+                f"{len(token_ids)}."
+            )
+        if not 0 <= min(token_ids) <= max(token_ids) < self.model.vocab_size:
+            raise ContractError(f"prompt_log_probs: token ids outside the vocabulary of {self.model.vocab_size}.")
+        return self._post(partial(self.model.log_probs, list(token_ids)), at_rest=False)
+
+    def start_update(self, lora: dict[str, Any] | None = None) -> Future[None]:
         """Forget what an unfinished update loaded. `ContractError` (here or in the future) unless at rest.
+
+        With `lora`, PEFT's config, an adapter comes; the base weights stay.
 
         Updates run in this thread. So nothing computes meanwhile, and no other thread of the process gets OpenMP
         threads of its own: with more of them than cores, libgomp lets waiting ones sleep at once, and steps slow down.
         """
-        return self._post(self.model.forget_arrivals)
+        return self._post(partial(self.model.begin, lora))
 
     def load_weights(self, load: Callable[[ServedModel], T]) -> Future[T]:
         """Let `load(model)` change parameters. From here to a good `finish_update` there are no usable weights.
@@ -254,6 +271,12 @@ class HFEngine:
 
         return self._post(job)
 
+    def abandon_update(self) -> None:
+        """The weights that are there must not be served, whatever was verified; until the next good update."""
+        with self._condition:
+            self._version, self._updating = None, False
+            self._refusal = "its last weight update was withdrawn by the trainer"
+
     def _invalidate(self) -> None:
         with self._condition:
             self._updating, self._version = True, None
@@ -265,13 +288,14 @@ class HFEngine:
         with self._condition:
             self._version, self._updating = version, False
 
-    def _post(self, job: Callable[[], T]) -> Future[T]:
+    def _post(self, job: Callable[[], T], *, at_rest: bool = True) -> Future[T]:
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         with self._condition:
             self._check_alive()
-            self._check_rest()
-            self._jobs.append((job, future))
+            if at_rest:
+                self._check_rest()
+            self._jobs.append((job, future, at_rest))
             self._condition.notify_all()
         return future
 
@@ -362,10 +386,11 @@ class HFEngine:
             self._stepping = False
             return None
 
-    def _run_job(self, job: Callable[[], Any], future: Future[Any]) -> None:
+    def _run_job(self, job: Callable[[], Any], future: Future[Any], at_rest: bool) -> None:
         try:
             with self._condition:
-                self._check_rest()  # it may have been resumed since
+                if at_rest:
+                    self._check_rest()  # it may have been resumed since
             result = job()
         except Exception as error:  # noqa: BLE001 - it belongs to the caller; the engine itself is sound
             future.set_exception(error)
@@ -422,7 +447,7 @@ class HFEngine:
             for request in (*self._batch.requests, *self._waiting):
                 if not request.future.done():
                     request.future.set_exception(error)
-            for _, future in self._jobs:
+            for _, future, _ in self._jobs:
                 future.set_exception(error)
             self._jobs.clear()
             self._batch.requests.clear()

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from rlflow.checkpoint_engine.checksum import combine, tensor_digest
+from rlflow.checkpoint_engine.receipt import some
+from rlflow.checkpoint_engine.wire import WireTypes
 from rlflow.utils.attention_needs import AttentionCalls
 from rlflow.utils.errors import ConfigError, WeightSyncError
 from rlflow.utils.import_utils import import_external_libs
@@ -24,9 +26,12 @@ from rlflow.utils.moe_weights import expert_parts, splits_experts
 from rlflow.workers.rollout.hf.kv_cache import (
     ATTENTION_NAME,
     KVShape,
+    PrefillStep,
+    SlotKVCache,
     check_attention_support,
     register_attention,
 )
+from rlflow.workers.rollout.hf.lora import ServedAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +73,21 @@ def _has_bf16_matrix_units() -> bool:
 
 
 class ServedModel:
-    """A causal LM in evaluation mode whose attention runs over the slot cache."""
+    """A causal LM in evaluation mode whose attention runs over the slot cache.
 
-    def __init__(self, model: Any, *, weights_dtype: torch.dtype, eos_token_ids: frozenset[int]) -> None:
+    Attributes:
+        loaded: names of the tensors that the last update brought.
+        lora_modules: layers that compute with an adapter; None where the last update brought none.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        weights_dtype: torch.dtype,
+        eos_token_ids: frozenset[int],
+        keep_fp32: tuple[str, ...] = (),
+    ) -> None:
         check_attention_support(model.config)
         if not getattr(model, "_supports_attention_backend", False):
             raise ConfigError(
@@ -80,7 +97,7 @@ class ServedModel:
         register_attention()
         model.set_attn_implementation(ATTENTION_NAME)
         self.module = model.eval().requires_grad_(False)
-        self.weights_dtype = weights_dtype
+        self._wire = WireTypes(weights_dtype, keep_fp32)
         self.eos_token_ids = eos_token_ids
         self.kv_shape = KVShape.from_config(model.config)
         self._attention_calls = AttentionCalls.needed_by(model.config)
@@ -88,7 +105,10 @@ class ServedModel:
         # Tied weights appear under all of their names; each name leads to the same tensor.
         self._targets: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
         self._parts = self._expert_parts()
-        self._arrived: set[str] = set()
+        self._arrived: dict[str, int | None] = {}
+        self._adapter: ServedAdapter | None = None
+        self.loaded: tuple[str, ...] = ()
+        self.lora_modules: tuple[str, ...] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,33 +131,80 @@ class ServedModel:
         self._attention_calls.require(step.calls, type(self.module).__name__)
         return out.logits[:, -1]
 
-    def load(self, name: str, tensor: Tensor) -> None:
-        """Put one tensor (values of `weights_dtype`) into the parameter of that name.
+    def log_probs(self, token_ids: list[int]) -> list[float]:
+        """Log-probs of every token but the first, temperature 1, by one forward over a cache of its own."""
+        ids = torch.tensor([token_ids], device=self.device)
+        cache = SlotKVCache(self.kv_shape, 1, len(token_ids), self.dtype, self.device)
+        step = PrefillStep(cache, [0], [len(token_ids)])
+        positions = torch.from_numpy(step.positions)[None].to(self.device)
+        out = self.module(input_ids=ids, position_ids=positions, use_cache=False, kv_step=step)
+        self._attention_calls.require(step.calls, type(self.module).__name__)
+        table = torch.log_softmax(out.logits[0, :-1].float(), dim=-1)
+        return table.gather(1, ids[0, 1:, None])[:, 0].tolist()
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def begin(self, lora: dict[str, Any] | None = None) -> None:
+        """Start an update: forget what an unfinished one brought.
+
+        Args:
+            lora: PEFT's config when an adapter comes; without it the base weights come, and an adapter ends.
+        """
+        self._arrived = {}
+        if self._adapter is not None:
+            self._adapter.unbind()
+        self._adapter = None if lora is None else ServedAdapter(self.module, lora)
+        self.lora_modules = None
+
+    def load(self, name: str, tensor: Tensor, digest: int | None = None) -> None:
+        """Put one tensor (values of its type on the wire) into the parameter of that name.
+
+        Args:
+            digest: `tensor_digest` of what was sent, to be compared by `finish`.
 
         Raises:
             WeightSyncError: an unknown name, or another shape than the served model has.
         """
-        target = self._targets.get(name)
+        target = self._target(name, tensor)
         if target is None:
             raise WeightSyncError(
                 f"The trainer sent {name!r}, which the served {type(self.module).__name__} does not have. Actor and "
-                "rollout must be built from the same config (actor_rollout_ref.model)."
+                "rollout must be built from the same config (actor_rollout_ref.model).",
+                tensors=(name,),
             )
         if target.shape != tensor.shape:
             raise WeightSyncError(
                 f"The trainer sent {name!r} with shape {tuple(tensor.shape)}; the served model has "
-                f"{tuple(target.shape)}. Actor and rollout must be built from the same config."
+                f"{tuple(target.shape)}. Actor and rollout must be built from the same config.",
+                tensors=(name,),
             )
         target.data.copy_(tensor)
-        self._arrived.add(name)
+        self._arrived[name] = digest
 
     def finish(self) -> tuple[int, int]:
         """End an update: (tensors loaded, checksum of what the parameters now hold).
 
         Raises:
-            WeightSyncError: parameters that no tensor arrived for, by name.
+            WeightSyncError: parameters that no tensor arrived for, or that hold something else than was sent, by name.
         """
-        arrived, self._arrived = self._arrived, set()
+        arrived, self._arrived = self._arrived, {}
+        self.loaded = tuple(sorted(arrived))
+        if self._adapter is None:
+            self._require_all(set(arrived))
+        else:
+            self.lora_modules = self._adapter.bind()
+        digests = {name: self._digest(name) for name in arrived}
+        wrong = [name for name, sent in arrived.items() if sent is not None and sent != digests[name]]
+        if wrong:
+            raise WeightSyncError(
+                f"{len(wrong)} parameters hold other values than were sent: {some(wrong)}", tensors=tuple(wrong)
+            )
+        return len(arrived), combine(list(digests.values()))
+
+    def _target(self, name: str, tensor: Tensor) -> Tensor | None:
+        return self._targets.get(name) if self._adapter is None else self._adapter.target(name, tensor)
+
+    def _require_all(self, arrived: set[str]) -> None:
         whole = arrived - {part for parts in self._parts.values() for part in parts}
         covered = {self._targets[name].data_ptr() for name in whole}
         lost = [
@@ -146,9 +213,15 @@ class ServedModel:
             if p.data_ptr() not in covered and not (name in self._parts and self._parts[name] <= arrived)
         ]
         if lost:
-            shown = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
-            raise WeightSyncError(f"{len(lost)} parameters of the served model got no weights in this sync: {shown}")
-        return len(arrived), self.checksum(arrived)
+            raise WeightSyncError(
+                f"{len(lost)} parameters of the served model got no weights in this sync: {some(lost)}",
+                tensors=tuple(lost),
+            )
+
+    def _digest(self, name: str) -> int:
+        """Of what the parameter holds, in the type in which it travelled."""
+        held = self._targets[name] if self._adapter is None else self._adapter.get(name)
+        return tensor_digest(name, held, self._wire.of(name, held.dtype))
 
     def _expert_parts(self) -> dict[str, set[str]]:
         """Packed weight -> names of its parts, which become targets: checkpoints hold one matrix an expert."""
@@ -159,20 +232,6 @@ class ServedModel:
         for views in parts.values():
             self._targets |= views
         return {name: set(views) for name, views in parts.items()}
-
-    def forget_arrivals(self) -> None:
-        """Drop the record of tensors loaded so far: the next update starts from nothing."""
-        self._arrived = set()
-
-    def checksum(self, names: set[str]) -> int:
-        """Checksum over the named parameters, as the sender computes it from what it sends."""
-        return combine([tensor_digest(name, self._on_wire(self._targets[name])) for name in names])
-
-    def _on_wire(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        if tensor.is_floating_point():
-            tensor = tensor.to(self.weights_dtype)
-        return tensor.cpu().contiguous()
 
 
 def load_model(model_config: Any, rollout_config: Any, device: torch.device) -> ServedModel:
@@ -191,6 +250,13 @@ def load_model(model_config: Any, rollout_config: Any, device: torch.device) -> 
     options = (rollout_config.get("engine_kwargs") or {}).get("hf") or {}
     weights_dtype = parse_dtype(rollout_config.dtype, "rollout.dtype")
     dtype = arithmetic_dtype(weights_dtype, options.get("compute_dtype"), device)
+    keep_fp32 = WireTypes.from_config(rollout_config).keep_fp32
+    if keep_fp32 and dtype != torch.float32:
+        raise ConfigError(
+            f"rollout.checkpoint_engine.keep_fp32={list(keep_fp32)} cannot be honoured by the hf engine while it "
+            f"computes in {dtype}: its layers have one type. Set rollout.engine_kwargs.hf.compute_dtype=float32, or "
+            "empty the list"
+        )
     path = str(Path(str(model_config.path)).expanduser())
     trust = bool(model_config.get("trust_remote_code", False))
     source = str(Path(str(model_config.get("hf_config_path") or path)).expanduser())
@@ -214,7 +280,7 @@ def load_model(model_config: Any, rollout_config: Any, device: torch.device) -> 
         )
     eos = eos_token_ids(path, config, str(model_config.get("tokenizer_path") or path), trust)
     logger.info("serving %s: weights %s, arithmetic %s on %s", path, weights_dtype, dtype, device)
-    return ServedModel(model.to(device), weights_dtype=weights_dtype, eos_token_ids=eos)
+    return ServedModel(model.to(device), weights_dtype=weights_dtype, eos_token_ids=eos, keep_fp32=keep_fp32)
 
 
 def eos_token_ids(path: str, config: Any, tokenizer_path: str, trust_remote_code: bool = False) -> frozenset[int]:

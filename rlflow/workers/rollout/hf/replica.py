@@ -38,12 +38,13 @@ class HFReplica(RolloutReplica):
             scheduling_strategy=self._placement(node),
             runtime_env={"env_vars": self._environment(threads, node["env"])},
             **self._more_options(),
-        ).remote(self.config, self.model_config, self.replica_rank, self.replicas_on_node)
+        ).remote(*self._server_arguments())
+        self.servers, self._server_handle = [server], server
         facts = await ray_await(
             server.ready.remote(), what=f"{self.kind} replica {self.replica_rank} to start", timeout_s=LAUNCH_TIMEOUT_S
         )
         logger.info("%s replica %d: %s", self.kind, self.replica_rank, facts)
-        self.servers, self._server_handle, self.pids = [server], server, [facts["pid"]]
+        self.pids = [facts["pid"]]
 
     def _server_class(self) -> type:
         if self.is_reward_model:
@@ -53,6 +54,9 @@ class HFReplica(RolloutReplica):
         from rlflow.workers.rollout.hf.server import HFServer
 
         return HFServer
+
+    def _server_arguments(self) -> tuple[Any, ...]:
+        return self.config, self.model_config, self.replica_rank, self.replicas_on_node
 
     def _more_options(self) -> dict[str, Any]:
         """Restarts, and the share of a device that Ray then makes visible."""
@@ -70,8 +74,7 @@ class HFReplica(RolloutReplica):
     async def _node(self) -> dict[str, Any]:
         """Facts of the node to serve on: that of the worker, of the pool's bundle, or any."""
         if self.workers:
-            call = self.workers[0].__ray_call__.remote(node_facts)
-            return await ray_await(call, what="a worker's node", timeout_s=LAUNCH_TIMEOUT_S)
+            return (await self.ask_workers(node_facts))[0]
         facts = node_facts()
         if self.resource_pool is not None:  # Ray chooses among the pool's devices
             facts["env"] = {DEVICE_ENV: self.resource_pool.device_name}
@@ -91,7 +94,7 @@ class HFReplica(RolloutReplica):
 
 
 def node_facts(_worker: Any = None) -> dict[str, Any]:
-    """Called in a worker: its Ray node, the cores it may use, and the variables that choose its device."""
+    """Called in a worker: its Ray node, the cores it may use (number and ids), what chooses its device."""
     import ray
 
     from rlflow.utils.device import cpu_cores, get_device_name, get_visible_devices_keyword
@@ -99,7 +102,10 @@ def node_facts(_worker: Any = None) -> dict[str, Any]:
     env = {DEVICE_ENV: get_device_name()}
     if (visible := get_visible_devices_keyword()) and visible in os.environ:
         env[visible] = os.environ[visible]
-    return {"node_id": ray.get_runtime_context().get_node_id(), "cores": cpu_cores(), "env": env}
+    cores = cpu_cores()
+    ids = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(cores))
+    node_id = ray.get_runtime_context().get_node_id()
+    return {"node_id": node_id, "cores": cores, "core_ids": ids[:cores], "env": env}
 
 
 def server_environment(threads: int, device_env: dict[str, str]) -> dict[str, str]:

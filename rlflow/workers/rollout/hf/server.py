@@ -16,8 +16,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlflow.checkpoint_engine.base import TensorMeta, WeightReceipt
-from rlflow.utils.errors import ConfigError, WeightSyncError
+from rlflow.utils.errors import WeightSyncError
 from rlflow.workers.rollout.base import SamplingParams, TokenOutput
+from rlflow.workers.rollout.capabilities import check_request
 
 if TYPE_CHECKING:
     from rlflow.workers.rollout.hf.model import ServedModel
@@ -61,8 +62,9 @@ class HFServer:
         self._loaded_bytes = 0
 
     async def ready(self) -> dict[str, Any]:
-        """Answers once the model is built: {"pid", "max_model_len", "max_num_seqs", "threads", "dtype"}."""
+        """Answers once the model is built: process, limits, precision and engine."""
         import torch
+        import transformers
 
         limits = self._engine.limits
         return {
@@ -71,6 +73,9 @@ class HFServer:
             "max_num_seqs": limits.max_num_seqs,
             "threads": torch.get_num_threads(),
             "dtype": str(self._engine.model.dtype),
+            "engine": "hf",
+            "engine_version": transformers.__version__,
+            "address": None,
         }
 
     # --- generation -----------------------------------------------------------------------------------------------
@@ -95,8 +100,7 @@ class HFServer:
         Raises:
             ContractError: bad parameters or prompt, or no usable weights.
         """
-        if given := sorted(key for key, value in kwargs.items() if value):
-            raise ConfigError(f"The hf rollout engine takes token ids only; it cannot use {', '.join(given)}.")
+        check_request("hf", {}, kwargs)
         params = SamplingParams.from_dict(sampling_params, ignore_eos=bool(self._config.ignore_eos))
         future = self._engine.submit(
             prompt_ids,
@@ -115,7 +119,11 @@ class HFServer:
             token_ids=result.token_ids,
             log_probs=result.log_probs if params.logprobs else None,
             stop_reason=result.stop_reason,
-            extra_fields={"global_steps": result.version, "raw_stop_reason": result.stop_reason},
+            extra_fields={
+                "global_steps": result.version,
+                "raw_stop_reason": result.stop_reason,
+                "version_spans": [[result.version, len(result.token_ids)]] if result.token_ids else [],
+            },
         )
 
     async def announce_sessions(self, sessions: list[str], keep: list[str]) -> None:
@@ -158,17 +166,19 @@ class HFServer:
 
     # --- weights --------------------------------------------------------------------------------------------------
 
-    async def begin_update(self, version: int) -> None:
+    async def begin_update(self, version: int, lora: dict[str, Any] | None = None) -> None:
         """Start the transfer of a version; what an earlier one left unfinished is forgotten.
+
+        With `lora`, PEFT's config as a dict, the tensors are those of an adapter, and the base weights stay.
 
         Raises:
             ContractError: the engine is neither paused nor asleep.
         """
-        await asyncio.wrap_future(self._engine.start_update())
+        await asyncio.wrap_future(self._engine.start_update(lora))
         self._loaded_bytes = 0
 
     async def load_bucket(self, metas: list[TensorMeta], path: str) -> int:
-        """Copy the tensors of a bucket (see `checkpoint_engine.shared_memory`) into the parameters.
+        """Copy the tensors of a bucket (see `checkpoint_engine.segments`) into the parameters.
 
         Returns the bytes loaded.
 
@@ -191,13 +201,31 @@ class HFServer:
         try:
             found = await asyncio.wrap_future(self._engine.finish_update(version, tensor_count, checksum))
         except WeightSyncError as error:
-            raise WeightSyncError(f"Rollout replica {self._rank}, weight version {version}: {error}") from None
+            error.args = (f"Rollout replica {self._rank}, weight version {version}: {error}",)
+            raise
         if found != (tensor_count, checksum):
             logger.error(
                 "replica %d: weight version %d holds %s, sent %s", self._rank, version, found, (tensor_count, checksum)
             )
-        seconds = time.perf_counter() - started
-        return WeightReceipt(version, found[0], self._loaded_bytes, found[1], seconds, f"Rollout replica {self._rank}")
+        model = self._engine.model
+        return WeightReceipt(
+            version,
+            found[0],
+            self._loaded_bytes,
+            found[1],
+            time.perf_counter() - started,
+            f"Rollout replica {self._rank}",
+            names=model.loaded,
+            lora_modules=model.lora_modules,
+        )
+
+    async def abandon_update(self) -> None:
+        """Refuse to serve the present weights until the next good update."""
+        self._engine.abandon_update()
+
+    async def prompt_log_probs(self, token_ids: list[int]) -> list[float]:
+        """Log-prob of every token but the first under the present weights (temperature 1)."""
+        return await asyncio.wrap_future(self._engine.prompt_log_probs(token_ids))
 
     async def weight_version(self) -> int | None:
         """Version of the weights; None while they are not usable."""
@@ -220,8 +248,10 @@ class HFServer:
 
 def copy_bucket(metas: list[TensorMeta], path: str, model: ServedModel) -> None:
     """Load the tensors of a bucket into the model's parameters."""
-    from rlflow.checkpoint_engine.shared_memory import open_bucket
+    from rlflow.checkpoint_engine.segments import open_bucket
 
-    with open_bucket(path, metas) as tensors:
+    digests = {meta.name: meta.digest for meta in metas}
+    with open_bucket(path, metas, verify=False) as tensors:  # what counts is what the parameters hold in the end
         while tensors:  # views must not outlive the block
-            model.load(*tensors.pop())
+            name, tensor = tensors.pop()
+            model.load(name, tensor, digests[name])
