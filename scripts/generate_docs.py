@@ -126,10 +126,11 @@ def config_reference() -> str:
     from omegaconf import OmegaConf
 
     from rlflow.config.overrides import compose_config
+    from rlflow.config.yaml_text import documented
 
     config: Any = compose_config()
     tree: Any = OmegaConf.to_container(config, resolve=False)
-    comments = yaml_comments(ROOT / "rlflow" / "config", "ppo_trainer.yaml")
+    places = documented("ppo_trainer.yaml")
     top = [name for name in tree if name != "model_engine" and not any(n.split(".")[0] == name for n in NODES)]
     parts = []
     for node in (*NODES, *top):
@@ -138,59 +139,16 @@ def config_reference() -> str:
             continue
         nested = {n.removeprefix(f"{node}.") for n in NODES if n.startswith(f"{node}.")}
         rows = [
-            [code(path), default_cell(leaf, node, path), escape(comments.get(f"{node}.{path}", ""))]
+            [
+                code(path),
+                default_cell(leaf, node, path),
+                escape(places[f"{node}.{path}"].comment if f"{node}.{path}" in places else ""),
+            ]
             for path, leaf in walk(value)
             if not any(path == name or path.startswith(f"{name}.") for name in nested)
         ]
         parts.append(f"## {node}\n\n{table(('key', 'default', 'what it is'), rows)}")
     return "\n\n".join(parts)
-
-
-def yaml_comments(folder: Path, file: str) -> dict[str, str]:
-    """Full key -> the comment above it, over the file and the groups of its defaults list; later files win."""
-    found: dict[str, str] = {}
-    for path, mount in mounted(folder, file, ""):
-        for key, comment in comments_of(path):
-            found[f"{mount}.{key}".lstrip(".")] = comment
-    return found
-
-
-def mounted(folder: Path, file: str, mount: str) -> Iterator[tuple[Path, str]]:
-    """(YAML file, where its keys are put) in the order in which Hydra merges them."""
-    import yaml
-
-    path = (folder / file).resolve()
-    defaults = (yaml.safe_load(path.read_text()) or {}).get("defaults", ["_self_"])
-    if "_self_" not in defaults:
-        defaults = [*defaults, "_self_"]
-    for entry in defaults:
-        if entry == "_self_":
-            yield path, mount
-            continue
-        group, name = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
-        group, _, package = group.partition("@")
-        name = name.replace("${model_engine}", "dp")
-        if group == "model_engine":
-            continue
-        yield from mounted(path.parent / group, f"{name}.yaml", f"{mount}.{package}".strip("."))
-
-
-def comments_of(path: Path) -> Iterator[tuple[str, str]]:
-    """(key path, comment above it) of one YAML file."""
-    stack: list[tuple[int, str]] = []
-    comment: list[str] = []
-    for line in path.read_text().splitlines():
-        text = line.strip()
-        key = re.match(r"[\w]+(?=:)", text)
-        if text.startswith("#"):
-            comment.append(text.lstrip("# "))
-        elif key:
-            indent = len(line) - len(line.lstrip())
-            stack = [item for item in stack if item[0] < indent] + [(indent, key[0])]
-            yield ".".join(name for _, name in stack), " ".join(comment)
-            comment = []
-        else:
-            comment = []
 
 
 def walk(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

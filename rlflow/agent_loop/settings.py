@@ -28,7 +28,7 @@ class AgentLoopSettings:
 
         node = OmegaConf.select(config, "actor_rollout_ref.rollout")
         rollout = RolloutConfig(
-            **_present(node, RolloutConfig, {"val_kwargs", "agent", "checkpoint_engine", "engine_kwargs"}),
+            **_present(node, RolloutConfig),
             val_kwargs=SamplingConfig(**_present(_child(node, "val_kwargs"), SamplingConfig)),
             agent=AgentLoopConfig(**_present(_child(node, "agent"), AgentLoopConfig)),
         )
@@ -86,12 +86,12 @@ def _child(node: Any, key: str) -> Any:
     return OmegaConf.select(node, key) if node is not None else None
 
 
-def _present(node: Any, cls: type, leave_out: set[str] | frozenset[str] = frozenset()) -> dict[str, Any]:
-    """The values `node` has for fields of the dataclass `cls`; keys without a field are other rooms' business."""
+def _present(node: Any, cls: type) -> dict[str, Any]:
+    """The single values `node` has for fields of the dataclass `cls`; groups and keys without a field are left out."""
     from omegaconf import OmegaConf
 
     if node is None:
         return {}
-    names = [item.name for item in fields(cls) if item.name not in leave_out and item.name in node]
+    names = [item.name for item in fields(cls) if item.name in node]
     values = {name: OmegaConf.select(node, name) for name in names if not OmegaConf.is_missing(node, name)}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None and not OmegaConf.is_dict(value)}

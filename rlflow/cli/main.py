@@ -20,6 +20,9 @@ from rlflow.utils.errors import RlflowError
 
 # name -> (module, one line for `rlflow --help`), in the order of the help.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "plan": ("rlflow.cli.plan", "what a command line would do"),
+    "doctor": ("rlflow.cli.doctor", "whether this machine can run"),
+    "config": ("rlflow.cli.config", "explain a key, show the resolved tree"),
     "trace": ("rlflow.cli.trace", "the life of one trajectory or group of a run"),
     "view": ("rlflow.cli.view", "a run as static web pages that open from disk"),
     "merge": ("rlflow.cli.merge", "a checkpoint as a folder that transformers loads"),

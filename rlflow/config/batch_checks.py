@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from rlflow.config.data_rows import count_rows
+
 if TYPE_CHECKING:
     from rlflow.config.checks import TypedConfig
 
@@ -68,6 +70,7 @@ def check_batches(c: TypedConfig, problems: list[str], notices: list[str]) -> No
                 f"{node}.ppo_micro_batch_size_per_gpu is not set and use_dynamic_bsz is false: "
                 f"Please set at least one.\n    try:    {node}.use_dynamic_bsz=true"
             )
+    _check_data_size(c, problems)
     seen: set[tuple[int, int | None]] = set()
     for node, config in updated.items():
         # The critic follows the actor's sizes: one advice is enough.
@@ -80,6 +83,18 @@ def check_batches(c: TypedConfig, problems: list[str], notices: list[str]) -> No
         problems.append(
             "trainer.balance_keep_groups=true has no effect while trainer.balance_batch=false leaves the order alone.\n"
             "    try:    trainer.balance_batch=true"
+        )
+
+
+def _check_data_size(c: TypedConfig, problems: list[str]) -> None:
+    rows = count_rows(c.data.train_files, c.data.train_max_samples)
+    if rows is not None and rows < c.data.train_batch_size and not c.data.custom_cls.path:
+        step = c.actor.ppo_mini_batch_size
+        advised = max(1, rows // step * step if rows >= step else rows)
+        problems.append(
+            f"data.train_batch_size={c.data.train_batch_size} prompts a step, and the train files have {rows}.\n"
+            f"    try:    data.train_batch_size={advised}"
+            + (f" {ACTOR}.ppo_mini_batch_size={advised}" if advised < step else "")
         )
 
 

@@ -6,7 +6,8 @@ Each problem says what was set, why it cannot work and the nearest value that ca
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,18 @@ from rlflow.config.batch_checks import check_batches, check_lengths
 from rlflow.config.critic import FSDPCriticConfig, need_critic
 from rlflow.config.critic_checks import check_critic
 from rlflow.config.data import DataConfig
+from rlflow.config.describe import keys_of
 from rlflow.config.determinism_checks import check_determinism
 from rlflow.config.engine_checks import check_engine
+from rlflow.config.key_check import check_keys
 from rlflow.config.lora_checks import check_lora
 from rlflow.config.loss_checks import check_losses
 from rlflow.config.model import HFModelConfig
+from rlflow.config.origin import Origins
+from rlflow.config.overrides import OverrideProblem
 from rlflow.config.parallel_checks import check_parallel
 from rlflow.config.placement_checks import check_reference_place
-from rlflow.config.problems import below, is_missing_folder, optimizer
+from rlflow.config.problems import below, is_missing_folder, missing_package, optimizer
 from rlflow.config.problems import choice as _choice
 from rlflow.config.reward import RewardConfig
 from rlflow.config.reward_checks import check_reward_model
@@ -42,10 +47,16 @@ KNOWN_NODES = {
     "actor_rollout_ref",
     "algorithm",
     "critic",
+    "custom_reward_function",
     "data",
+    "distillation",
+    "global_profiler",
     "model_engine",
     "ray_kwargs",
     "reward",
+    "reward_model",
+    "sandbox_fusion",
+    "skip",
     "trainer",
     "transfer_queue",
 }
@@ -56,12 +67,17 @@ def need_reference_policy(config: Any) -> bool:
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
 
 
-def validate_config(config: Any, *further: Check) -> list[str]:
+def validate_config(
+    config: Any, *further: Check, overrides: Sequence[str] | None = None, unusable: Sequence[OverrideProblem] = ()
+) -> list[str]:
     """Check the composed, resolved configuration.
 
     Args:
         config: the `DictConfig`.
         further: checks of higher layers; each adds to (problems, notices).
+        overrides: the command line, to say where a value was set; None: that is left out.
+        unusable: what is wrong with overrides that `config` was composed without. Checks that must import torch are
+            then left for the next try: an unknown key is answered at once.
 
     Returns:
         Notices: settings that work but deserve a line.
@@ -71,16 +87,30 @@ def validate_config(config: Any, *further: Check) -> list[str]:
     """
     problems: list[str] = []
     notices: list[str] = []
+    check_keys(config, problems, notices)
+    if config.get("model_engine") != "dp":  # the nodes of another engine have other types
+        raise ConfigError(_report(problems, overrides, unusable))
+    refused = len(problems)
     typed = _typed_nodes(config, problems)
-    if not problems:
-        own: list[Check] = [_check_values, _check_names, _check_files, _check_sampling, check_engine]
-        own += [check_algorithm, check_losses, check_critic, check_lora, check_lengths, check_parallel, check_batches]
-        own += [check_determinism, check_reward_model, check_reference_place]
-        for check in (*own, *further):
+    if len(problems) == refused:
+        own: list[Check] = [_check_values, _check_files, _check_sampling, check_engine, check_algorithm, check_critic]
+        own += [check_lora, check_lengths, check_parallel, check_batches, check_determinism, check_reward_model]
+        own += [check_reference_place, *(() if unusable else (_check_names, check_losses, *further))]
+        for check in own:
             check(typed, problems, notices)
+    _check_untyped(config, problems, notices)
+    if problems or unusable:
+        raise ConfigError(_report(problems, overrides, unusable))
+    return notices
+
+
+def _check_untyped(config: Any, problems: list[str], notices: list[str]) -> None:
+    """Keys that no dataclass describes."""
     unread = sorted(set(config) - KNOWN_NODES)
     if unread:
         notices.append(f"nothing in this version reads {', '.join(unread)} (your own code may)")
+    if config.transfer_queue.metrics.enabled:
+        problems.extend(missing_package("transfer_queue.metrics.enabled=true", "prometheus_client", "metrics"))
     collective_s = config.actor_rollout_ref.nccl_timeout
     if not (isinstance(collective_s, (int, float)) and collective_s > 0):
         problems.append(
@@ -92,10 +122,16 @@ def validate_config(config: Any, *further: Check) -> list[str]:
             "actor_rollout_ref.hybrid_engine must stay true: actor and rollout share their devices.\n"
             "    try:    actor_rollout_ref.hybrid_engine=true"
         )
-    if problems:
-        count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-        raise ConfigError(f"the configuration has {count}:\n" + "\n".join(f"- {problem}" for problem in problems))
-    return notices
+
+
+def _report(problems: list[str], overrides: Sequence[str] | None, unusable: Sequence[OverrideProblem]) -> str:
+    """All problems, each with where its keys were set; those that follow from an unusable override are left out."""
+    origins = None if overrides is None else Origins(overrides, keys_of())
+    explained = {key for problem in unusable for key in problem.keys}
+    follow = [text for text in problems if re.split(r"[=: ]", text, maxsplit=1)[0] not in explained]
+    texts = [problem.text for problem in unusable] + [origins.located(text) if origins else text for text in follow]
+    count = f"{len(texts)} problems" if len(texts) > 1 else "1 problem"
+    return f"the configuration has {count}:\n" + "\n".join(f"- {text}" for text in texts)
 
 
 class TypedConfig:
@@ -150,9 +186,15 @@ def _typed_nodes(config: Any, problems: list[str]) -> TypedConfig:
         try:
             setattr(typed, name, omega_conf_to_dataclass(OmegaConf.select(config, path), kind))
         except ConfigError as error:
-            text = str(error)
+            text = _with_advice(str(error))
             problems.append(text if text.startswith(f"{path}.") else f"{path}: {text}")
     return typed
+
+
+def _with_advice(text: str) -> str:
+    """A sentence of a dataclass, "what is wrong; what to do", in the form of the checks."""
+    what, found, advice = text.rpartition("; ")
+    return f"{what}.\n    try:    {advice}" if found and "\n" not in text else text
 
 
 def _check_names(c: TypedConfig, problems: list[str], notices: list[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlflow.config.base import BaseConfig
 from rlflow.config.model import HFModelConfig
+from rlflow.config.profiler import ProfilerConfig
 from rlflow.config.worker import LOSS_AGG_MODES, CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from rlflow.utils.errors import ConfigError
 
@@ -24,8 +25,8 @@ class CriticConfig(BaseConfig):
     enable: bool | None = None
     rollout_n: int = 1
     ppo_mini_batch_size: int = 256
+    ppo_micro_batch_size: int | None = None
     ppo_micro_batch_size_per_gpu: int | None = None
-    forward_micro_batch_size_per_gpu: int | None = None
     use_dynamic_bsz: bool = False
     ppo_max_token_len_per_gpu: int = 32768
     forward_max_token_len_per_gpu: int = 32768
@@ -37,6 +38,7 @@ class CriticConfig(BaseConfig):
     loss_scale_factor: float | None = None
     model: HFModelConfig = field(default_factory=HFModelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def __post_init__(self) -> None:
         if self.loss_agg_mode not in LOSS_AGG_MODES:
@@ -50,6 +52,9 @@ class CriticConfig(BaseConfig):
 class FSDPCriticConfig(CriticConfig):
     """A critic trained by the FSDP engine."""
 
+    forward_micro_batch_size: int | None = None
+    forward_micro_batch_size_per_gpu: int | None = None
+    grad_clip: float | None = 1.0
     ulysses_sequence_parallel_size: int = 1
     optim: FSDPOptimizerConfig = field(default_factory=lambda: FSDPOptimizerConfig(lr=1e-5))
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)

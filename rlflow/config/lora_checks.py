@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlflow.config import problems as problem
 from rlflow.config.model import HFModelConfig
 from rlflow.config.worker import CheckpointConfig, OptimizerConfig
 
@@ -37,10 +37,7 @@ def check_lora(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
 
 
 def _check_adapter(node: str, model: HFModelConfig, problems: list[str]) -> None:
-    if importlib.util.find_spec("peft") is None:
-        problems.append(
-            f"{node}.lora_rank={model.lora_rank} needs the package peft.\n    try:    pip install 'rlflow[lora]'"
-        )
+    problems.extend(problem.missing_package(f"{node}.lora_rank={model.lora_rank}", "peft", "lora"))
     if model.lora_alpha <= 0:
         problems.append(
             f"{node}.lora_alpha={model.lora_alpha}: an adapter counts lora_alpha / lora_rank times, so this one would "

@@ -11,9 +11,56 @@ from rlflow.utils.errors import ConfigError
 
 @dataclass
 class LoraOptions(BaseConfig):
-    """`model.lora`: what becomes of an adapter on its way to the rollout."""
+    """`model.lora`: `merge` is what becomes of an adapter on its way to the rollout; the rest is Megatron's."""
 
     merge: bool = False
+    type: str = "lora"
+    rank: int = 0
+    alpha: int = 32
+    dropout: float = 0.0
+    dropout_position: str = "pre"
+    target_modules: list[str] = field(default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
+    exclude_modules: list[str] = field(default_factory=list)
+    lora_A_init_method: str = "xavier"
+    lora_B_init_method: str = "zero"
+    a2a_experimental: bool = False
+    dtype: str | None = None
+    adapter_path: str | None = None
+    freeze_vision_model: bool = True
+    freeze_vision_projection: bool = True
+    freeze_language_model: bool = True
+
+
+@dataclass
+class FusedKernelOptions(BaseConfig):
+    """`model.fused_kernel_options`: which kernel; without effect."""
+
+    impl_backend: str = "torch"
+
+
+@dataclass
+class TiledMLPConfig(BaseConfig):
+    """`model.tiled_mlp`: MLPs in pieces of rows. Not in this version."""
+
+    enabled: bool = False
+    num_shards: int = 4
+
+
+@dataclass
+class MtpConfig(BaseConfig):
+    """`model.mtp`: multi-token prediction. Not in this version."""
+
+    enable: bool = False
+    enable_train: bool = False
+    enable_rollout: bool = False
+    detach_encoder: bool = False
+    mtp_loss_scaling_factor: float = 0.1
+    speculative_algorithm: str = "EAGLE"
+    speculative_num_steps: int = 3
+    speculative_eagle_topk: int = 1
+    speculative_num_draft_tokens: int = 4
+    method: str = "mtp"
+    num_speculative_tokens: int = 1
 
 
 @dataclass
@@ -26,19 +73,25 @@ class HFModelConfig(BaseConfig):
     path: str = "~/models/deepseek-llm-7b-chat"
     hf_config_path: str | None = None
     tokenizer_path: str | None = None
+    use_shm: bool = False
     trust_remote_code: bool = False
     custom_chat_template: str | None = None
     external_lib: Any | None = None
     override_config: dict[str, Any] = field(default_factory=dict)
     enable_gradient_checkpointing: bool = True
+    enable_activation_offload: bool = False
     use_remove_padding: bool = True
     use_fused_kernels: bool = False
+    fused_kernel_options: FusedKernelOptions = field(default_factory=FusedKernelOptions)
+    use_liger: bool = False
+    tiled_mlp: TiledMLPConfig = field(default_factory=TiledMLPConfig)
     lora_rank: int = 0
     lora_alpha: int = 16
     target_modules: Any = "all-linear"
     exclude_modules: Any = None
     lora_adapter_path: str | None = None
     lora: LoraOptions = field(default_factory=LoraOptions)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
 
     def __post_init__(self) -> None:
         if self.lora_rank < 0:

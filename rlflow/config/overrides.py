@@ -6,11 +6,14 @@ with the nearest existing keys, before anything else starts.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
+from rlflow.config.misread import misread, unreadable
 from rlflow.config.tree import closed_node
 from rlflow.utils.errors import ConfigError
 
@@ -23,19 +26,44 @@ def compose_config(overrides: Sequence[str] = (), config_name: str = CONFIG_NAME
 
     Raises ConfigError for overrides that name no key or do not parse.
     """
-    from hydra.errors import HydraException
+    config, problems = compose_what_can_be(overrides, config_name)
+    if problems:
+        raise ConfigError("\n".join(problem.text for problem in problems))
+    return config
 
-    overrides = check_overrides(overrides, config_name)
-    try:
-        return _compose(config_name, overrides)
-    except HydraException as error:
-        raise ConfigError(f"the overrides cannot be composed: {error}") from error
+
+def compose_what_can_be(
+    overrides: Sequence[str] = (), config_name: str = CONFIG_NAME
+) -> tuple[Any, list[OverrideProblem]]:
+    """The configuration of the overrides that can be used, and what is wrong with the others.
+
+    Raises ConfigError where nothing can be composed: an unknown model engine, values that do not go together.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    parsed, groups, problems = _judged(overrides, config_name)
+    # Putting values into a copy is what Hydra does after reading all files, which takes most of its time.
+    config = copy.deepcopy(_defaults(config_name, groups))
+    for override in parsed:
+        key = override.get_key_element().lstrip("+")
+        added = key not in _known(config_name, groups)
+        try:
+            OmegaConf.update(config, key, override.value(), merge=True, force_add=added)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{override.input_line} cannot be set: {str(error).splitlines()[0]}") from error
+    return config, problems
 
 
 @functools.cache
 def _defaults(config_name: str, groups: tuple[str, ...]) -> Any:
-    """The tree that the package's files make, to look at; composing it again would take as long as the user's."""
+    """The tree that the package's files make; it is never changed."""
     return _compose(config_name, groups)
+
+
+@functools.cache
+def _known(config_name: str, groups: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(_flatten(_defaults(config_name, groups)))
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> Any:
@@ -47,50 +75,72 @@ def _compose(config_name: str, overrides: Sequence[str]) -> Any:
         return compose(config_name, overrides=list(overrides))
 
 
-def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) -> list[str]:
-    """The overrides for Hydra; ConfigError listing every one that cannot work.
+@dataclass(frozen=True)
+class OverrideProblem:
+    """An override that cannot be used.
+
+    `text` says why and what to try; `keys` are the key it was written for and the one that was probably meant.
+    """
+
+    text: str
+    keys: tuple[str, ...] = ()
+
+
+def check_overrides(overrides: Sequence[str], config_name: str = CONFIG_NAME) -> None:
+    """ConfigError listing every override that cannot work.
 
     `key=value` must name an existing key. `+key=value` adds one where anything may be put, see `rlflow.config.tree`;
     where the key exists it sets it, since commands written for the reference add keys that are options here.
     `~key` is refused: an option that is taken away would only get its default back.
     """
+    _, _, problems = _judged(overrides, config_name)
+    if problems:
+        raise ConfigError("\n".join(problem.text for problem in problems))
+
+
+def _judged(overrides: Sequence[str], config_name: str) -> tuple[list[Any], tuple[str, ...], list[OverrideProblem]]:
+    """The overrides of values that can be used (Hydra's objects), the choices of groups, and what cannot be used."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     parser = OverridesParser.create()
-    parsed = []
-    problems = []
+    parsed: list[Any] = []
+    problems: list[OverrideProblem] = []
     for text in overrides:
         try:
             parsed.append(parser.parse_override(text))
         except HydraException as error:
-            problems.append(
-                f"{text!r} is not an override: {str(error).splitlines()[0]}\n    try:    key=value without spaces"
-            )
+            problems.append(OverrideProblem(unreadable(text, str(error).splitlines()[0]), (text.partition("=")[0],)))
     # Group choices decide which keys exist, so they are applied before the others are judged.
-    groups = [p.input_line for p in parsed if p.input_line and _is_group(p.get_key_element()) and not p.is_delete()]
+    choices = [one for one in parsed if _is_group(one.get_key_element()) and not one.is_delete()]
+    groups = tuple(str(one.input_line) for one in choices)
     try:
-        config = _defaults(config_name, tuple(groups))
+        config, known = _defaults(config_name, groups), _known(config_name, groups)
     except HydraException as error:
         raise ConfigError(
-            f"{' '.join(groups)}: {str(error).splitlines()[0]}\n    try:    model_engine=dp, the engine of this version"
+            f"{' '.join(groups)}: {str(error).splitlines()[0]}\n    set in: command line\n"
+            "    try:    model_engine=dp, the engine of this version"
         ) from error
-    known = set(_flatten(config))
-    accepted = []
+    usable = []
     for override in parsed:
         key = override.get_key_element().lstrip("~+")
-        accepted.append(f"+{override.input_line}" if override.is_add() and key in known else str(override.input_line))
-        if (_is_group(key) and not override.is_delete()) or key.startswith("hydra."):
-            continue
-        if key not in known and (closed_node(key) or not (override.is_add() or override.is_force_add())):
-            problems.append(_unknown_key(key, known))
-        elif override.is_delete():
-            problems.append(_cannot_remove(key, config))
-        elif _is_misread_range(key, override):
-            problems.append(_misread_range(key, override))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return accepted
+        if override in choices or key.startswith("hydra."):
+            continue  # the options of Hydra itself concern its launcher, which does not run here
+        problem = _problem_of(key, override, known, config)
+        if problem:
+            problems.append(problem)
+        else:
+            usable.append(override)
+    return usable, groups, problems
+
+
+def _problem_of(key: str, override: Any, known: Set[str], config: Any) -> OverrideProblem | None:
+    if key not in known and (closed_node(key) or not (override.is_add() or override.is_force_add())):
+        return OverrideProblem(unknown_key(key, known), (key, *probably_meant(key, known)[:1]))
+    if override.is_delete():
+        return OverrideProblem(_cannot_remove(key, config), (key,))
+    text = misread(key, override)
+    return OverrideProblem(text, (key,)) if text else None
 
 
 def _is_group(key: str) -> bool:
@@ -108,25 +158,6 @@ def _flatten(node: Any, prefix: str = "") -> Iterator[str]:
             yield from _flatten(child, f"{path}.")
 
 
-def _is_misread_range(key: str, override: Any) -> bool:
-    """Whether a range such as 1_2 was read as a number (12): an underscore may separate digits there."""
-    is_bound = key.endswith(("rollout_is_threshold", "rollout_rs_threshold"))
-    return is_bound and isinstance(override.value(), (int, float)) and "_" in _value_text(override)
-
-
-def _value_text(override: Any) -> str:
-    return str(override.input_line).partition("=")[2].strip()
-
-
-def _misread_range(key: str, override: Any) -> str:
-    text = _value_text(override)
-    meant = "_".join(str(float(part)) for part in text.split("_"))
-    return (
-        f"{key}={text} is read as the number {override.value()}, not as a range.\n    set in: command line\n"
-        f"    try:    {key}={meant}"
-    )
-
-
 def _cannot_remove(key: str, config: Any) -> str:
     from omegaconf import OmegaConf
 
@@ -139,18 +170,27 @@ def _cannot_remove(key: str, config: Any) -> str:
     )
 
 
-def _unknown_key(key: str, known: set[str]) -> str:
-    last = key.rsplit(".", 1)[-1]
-    same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == last]
-    close = sorted(same_leaf, key=lambda k: -difflib.SequenceMatcher(None, k, key).ratio())[:3]
-    if not close:
-        close = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
-    if not close:
-        leaves = {k.rsplit(".", 1)[-1]: k for k in sorted(known)}
-        close = [leaves[leaf] for leaf in difflib.get_close_matches(last, leaves, n=3, cutoff=0.6)]
+def unknown_key(key: str, known: Set[str]) -> str:
+    """The sentence for a key that is not among `known`, with what was probably meant."""
+    close = probably_meant(key, known)
     meant = (
         f"did you mean {' or '.join(close)}?" if close else "see rlflow/config/ppo_trainer.yaml for the keys there are"
     )
     closed = closed_node(key)
     adding = f"{closed} takes no other keys" if closed else f"to add a key on purpose write +{key}=..."
     return f"{key} is not a key of the configuration.\n    set in: command line\n    try:    {meant} ({adding})"
+
+
+def probably_meant(key: str, known: Set[str]) -> list[str]:
+    """Up to three keys, the likeliest first: the same name elsewhere in the tree, else one that is written alike."""
+    last = key.rsplit(".", 1)[-1]
+    same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == last]
+    close = sorted(
+        sorted(same_leaf), key=lambda k: (not k.endswith(f".{key}"), -difflib.SequenceMatcher(None, k, key).ratio())
+    )[:3]
+    if not close:
+        close = difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.6)
+    if not close:
+        leaves = {k.rsplit(".", 1)[-1]: k for k in sorted(known)}
+        close = [leaves[leaf] for leaf in difflib.get_close_matches(last, leaves, n=3, cutoff=0.6)]
+    return close

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from rlflow.workers.rollout.capabilities import CAPABILITIES
+
 if TYPE_CHECKING:
     from rlflow.config.checks import TypedConfig
 
-ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 
 
 def split_over(config: Any, needs_ref: bool, needs_critic: bool) -> int:
@@ -46,6 +48,31 @@ def check_parallel(c: TypedConfig, problems: list[str], notices: list[str]) -> N
                 f"{key}.grad_offload=true without param_offload: gradients live where their parameters are.\n"
                 f"    try:    {key}.param_offload=true"
             )
+    problems.extend(_replicas(c, ranks))
+
+
+def _replicas(c: TypedConfig, ranks: int) -> list[str]:
+    """A rollout replica takes whole groups of the run's devices; the embedded engine takes one each."""
+    rollout = c.rollout
+    sizes = {name: getattr(rollout, f"{name}_parallel_size") for name in ("tensor_model", "pipeline_model", "data")}
+    wrong = [name for name, size in sizes.items() if size < 1]
+    if wrong:
+        return [
+            f"{ROLLOUT}.{name}_parallel_size={sizes[name]} must be at least 1.\n"
+            f"    try:    {ROLLOUT}.{name}_parallel_size=1"
+            for name in wrong
+        ]
+    devices = math.prod(sizes.values())
+    row = CAPABILITIES.get(rollout.name)  # an unknown engine has been named by another check
+    if row is None or not row.tensor_parallel or ranks < 1 or ranks % devices == 0:
+        return []
+    tensor, others = sizes["tensor_model"], devices // sizes["tensor_model"]
+    fitting = max((n for n in range(1, ranks + 1) if n <= tensor and ranks % (n * others) == 0), default=1)
+    return [
+        f"{ROLLOUT}.tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={sizes['pipeline_model']} x "
+        f"data_parallel_size={sizes['data']} = {devices} devices a replica, which does not divide the {ranks} of "
+        f"trainer.n_gpus_per_node x nnodes.\n    try:    {ROLLOUT}.tensor_model_parallel_size={fitting}"
+    ]
 
 
 def _sequence(key: str, engine: Any, role: Any, packs: bool, ranks: int) -> list[str]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rlflow.config.tree import default_of
 from rlflow.utils.spelling import nearest
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_USUAL_OPTIMIZERS = {("torch.optim", name) for name in ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adafactor")}
 
 
 def choice(key: str, value: str, choices: Iterable[str], why: str = "") -> str:
@@ -45,6 +50,8 @@ def outside(key: str, value: float | None, low: float, high: float, usual: float
 
 def optimizer(node: str, optim: Any) -> list[str]:
     """Nothing when the optimizer class of `{node}.optim` exists."""
+    if (optim.optimizer_impl, optim.optimizer) in _USUAL_OPTIMIZERS:
+        return []  # known without importing torch
     try:
         known = hasattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
     except ImportError:
@@ -58,5 +65,15 @@ def optimizer(node: str, optim: Any) -> list[str]:
 
 
 def is_missing_folder(model: str) -> bool:
-    """Whether `model` is a path (no hub id) without a model."""
-    return model.startswith(("/", "~", "./", "../")) and not (Path(model).expanduser() / "config.json").is_file()
+    """Whether `model` can only be a path (no hub id) and there is no model: no config.json."""
+    folder = Path(model).expanduser()
+    is_path = model.startswith(("/", "~", "./", "../")) or not _HUB_ID.fullmatch(model) or folder.is_dir()
+    return is_path and not (folder / "config.json").is_file()
+
+
+def missing_package(key: str, package: str, extra: str) -> list[str]:
+    """Nothing when the package is installed that the value of `key` needs."""
+    spec = importlib.util.find_spec(package)
+    if spec is not None and spec.origin is not None:  # a folder of that name passes for a package without an origin
+        return []
+    return [f"{key} needs the package {package}, which is not installed.\n    try:    pip install 'rlflow[{extra}]'"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.config.base import BaseConfig
+from rlflow.config.engine_parts import DisaggregationConfig
 from rlflow.utils.errors import ConfigError
 
 
@@ -42,6 +43,15 @@ class RewardManagerConfig(BaseConfig):
 
 
 @dataclass
+class SandboxFusionConfig(BaseConfig):
+    """A service that runs the code of answers. Not in this version."""
+
+    url: str | None = None
+    max_concurrent: int = 64
+    memory_limit_mb: int = 1024
+
+
+@dataclass
 class RewardModelRolloutConfig(BaseConfig):
     """The servers of a reward model. Lengths are tokens of the reward model's tokenizer.
 
@@ -60,6 +70,33 @@ class RewardModelRolloutConfig(BaseConfig):
     free_cache_engine: bool = True
     request_timeout_s: float = 600.0
     engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"hf": {}})
+    gpu_memory_utilization: float = 0.5
+    enforce_eager: bool = True
+    cudagraph_capture_sizes: list[int] | None = None
+    data_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    load_format: str = "auto"
+    layered_summon: bool = False
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    do_sample: bool = True
+    n: int = 1
+    ignore_eos: bool = False
+    seed: int = 42
+    full_determinism: bool = False
+    limit_images: int | None = None
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    disable_log_stats: bool = True
+    skip_tokenizer_init: bool = False
+    scheduling_policy: str = "fcfs"
+    multi_stage_wake_up: bool = False
+    quantization: str | None = None
+    quantization_config_file: str | None = None
+    mtp: dict[str, Any] | None = None
+    disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
 
 
 @dataclass
@@ -89,6 +126,7 @@ class RewardConfig(BaseConfig):
     reward_manager: RewardManagerConfig = field(default_factory=RewardManagerConfig)
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
 
 
 def need_reward_model(config: Any) -> bool:

@@ -17,9 +17,26 @@ class CustomSamplerConfig(BaseConfig):
 
 
 @dataclass
-class SamplerConfig(BaseConfig):
-    """How finished prompt groups are sampled."""
+class WarmupConfig(BaseConfig):
+    """An asynchronous mode: batches of prompts sent out before the first step."""
 
+    num_warmup_batches: int = 1
+
+
+@dataclass
+class SeparateAsyncConfig(WarmupConfig):
+    """`parameter_sync_step`: updates between two weight syncs."""
+
+    parameter_sync_step: int = 4
+
+
+@dataclass
+class SamplerConfig(BaseConfig):
+    """How finished prompt groups are sampled; the thresholds count steps, the group's own included."""
+
+    max_off_policy_threshold: int = 8
+    max_off_policy_strategy: str = "drop"
+    sync_refill_failed_groups: bool = False
     custom_sampler: CustomSamplerConfig = field(default_factory=CustomSamplerConfig)
     sampler_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -30,6 +47,8 @@ class V1Config(BaseConfig):
 
     trainer_mode: str = "sync"
     sync: dict[str, Any] = field(default_factory=dict)
+    colocate_async: WarmupConfig = field(default_factory=WarmupConfig)
+    separate_async: SeparateAsyncConfig = field(default_factory=SeparateAsyncConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
 
 
@@ -79,5 +98,9 @@ class TrainerConfig(BaseConfig):
     best_mode: str = "max"
     stall_timeout_s: float = 600.0
     call_timeout_s: float = 3600.0
+    default_hdfs_dir: str | None = None
+    del_local_ckpt_after_load: bool = False
+    esi_redundant_time: int = 0
+    ray_wait_register_center_timeout: int = 300
     use_v1: bool = True
     v1: V1Config = field(default_factory=V1Config)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rlflow.config.base import BaseConfig
+from rlflow.config.engine_parts import QATConfig, RouterReplayConfig
+from rlflow.config.profiler import ProfilerConfig
 from rlflow.config.rollout_correction import RolloutCorrectionConfig
 from rlflow.utils.errors import ConfigError
 
@@ -46,13 +48,14 @@ class PolicyLossConfig(BaseConfig):
 class CheckpointConfig(BaseConfig):
     """What a checkpoint holds: any of "model", "optimizer", "extra" (schedule, RNG), "hf_model" (a HF folder).
 
-    `async_save`: the files are written while training goes on.
+    `async_save`: the files are written while training goes on. `strict`: a resume needs every tensor (always so).
     """
 
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     save_lora_only: bool = False
     load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     async_save: bool = False
+    strict: bool = True
 
     def __post_init__(self) -> None:
         known = {"model", "optimizer", "extra", "hf_model"}
@@ -176,6 +179,10 @@ class FSDPEngineConfig(EngineConfig):
         default_factory=lambda: {"disable": False, "transformer_layer_cls_to_wrap": None, "min_num_params": 0}
     )
     mixed_precision: dict[str, Any] | None = None
+    full_determinism: bool = False
+    use_orig_params: bool = False
+    pad_to_length: bool = False
+    pad_to_length_bucket: int = 1024
     param_offload: bool = False
     optimizer_offload: bool = False
     grad_offload: bool = False
@@ -185,6 +192,7 @@ class FSDPEngineConfig(EngineConfig):
     entropy_checkpointing: bool = True
     use_torch_compile: bool = False
     share_prompts: bool | None = None
+    qat: QATConfig = field(default_factory=QATConfig)
 
     def __post_init__(self) -> None:
         if self.strategy not in ("fsdp", "fsdp2"):
@@ -207,6 +215,7 @@ class ActorConfig(BaseConfig):
     strategy: str = "fsdp"
     rollout_n: int = 1
     ppo_mini_batch_size: int = 256
+    ppo_micro_batch_size: int | None = None
     ppo_micro_batch_size_per_gpu: int | None = None
     use_dynamic_bsz: bool = False
     ppo_max_token_len_per_gpu: int = 16384
@@ -216,6 +225,7 @@ class ActorConfig(BaseConfig):
     clip_ratio_c: float = 3.0
     tau_pos: float = 1.0
     tau_neg: float = 1.05
+    freeze_vision_tower: bool = False
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     loss_agg_mode: str = "token-mean"
     loss_scale_factor: float | None = None
@@ -226,11 +236,16 @@ class ActorConfig(BaseConfig):
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
     kl_loss_type: str = "low_var_kl"
+    use_prefix_grouper: bool = False
+    use_torch_compile: bool = False
     ppo_epochs: int = 1
     shuffle: bool = False
     data_loader_seed: int = 42
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    use_remove_padding: bool = False
+    use_fused_kernels: bool = False
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    qat: QATConfig = field(default_factory=QATConfig)
 
     def __post_init__(self) -> None:
         if self.loss_agg_mode not in LOSS_AGG_MODES:
@@ -249,18 +264,20 @@ class ActorConfig(BaseConfig):
 class FSDPActorConfig(ActorConfig):
     """An actor trained by the FSDP engine, whose own options say the same where they have the same name."""
 
+    use_remove_padding: bool = True
+    grad_clip: float | None = 1.0
+    pad_to_length: bool = False
     ulysses_sequence_parallel_size: int = 1
     entropy_from_logits_with_chunking: bool = True
     entropy_from_logits_chunk_size: int = 2048
     entropy_checkpointing: bool = True
-    use_torch_compile: bool = False
     optim: FSDPOptimizerConfig = field(default_factory=lambda: FSDPOptimizerConfig(lr=1e-6))
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
 
 
 @dataclass
-class RefConfig(BaseConfig):
-    """The frozen reference policy; its batch sizes default to the actor's.
+class BaseRefConfig(BaseConfig):
+    """The frozen reference policy, on any engine; its batch sizes default to the actor's.
 
     It is part of the policy's worker unless `enable_resource_pool` gives it processes and devices of its own.
     """
@@ -270,14 +287,27 @@ class RefConfig(BaseConfig):
     n_gpus_per_node: int = 8
     nnodes: int = 0
     rollout_n: int = 1
+    log_prob_micro_batch_size: int | None = None
     log_prob_micro_batch_size_per_gpu: int | None = None
     log_prob_use_dynamic_bsz: bool = False
     log_prob_max_token_len_per_gpu: int = 16384
+    use_torch_compile: bool = False
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+
+
+@dataclass
+class RefConfig(BaseRefConfig):
+    """A reference policy on the FSDP engine."""
+
     ulysses_sequence_parallel_size: int = 1
     entropy_from_logits_with_chunking: bool = True
     entropy_from_logits_chunk_size: int = 2048
-    use_torch_compile: bool = False
-    fsdp_config: FSDPEngineConfig = field(default_factory=lambda: FSDPEngineConfig(forward_only=True))
+    entropy_checkpointing: bool = False
+    pad_to_length: bool = False
+    fsdp_config: FSDPEngineConfig = field(
+        default_factory=lambda: FSDPEngineConfig(forward_only=True, entropy_checkpointing=False)
+    )
 
 
 @dataclass

@@ -41,7 +41,7 @@ def wrong_type(prefix: str, key: str, given: Any, kind: type) -> str | None:
         hint, default = hints[name], getattr(default, name, None)
         value = value.get(name) if isinstance(value, Mapping) else None
     path = ".".join([*([prefix] if prefix else []), *names])
-    return f"{path}={_text(value)} must be {_words(hint)}.\n    try:    {_advice(path, value, hint, default)}"
+    return f"{path}={_text(value)} must be {type_words(hint)}.\n    try:    {_advice(path, value, hint, default)}"
 
 
 def _misplaced(given: Any, kind: Any) -> str:
@@ -72,11 +72,12 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-def _words(hint: Any) -> str:
+def type_words(hint: Any) -> str:
+    """The values that a type takes, in words."""
     parts = []
     for one in _alternatives(hint):
         if typing.get_origin(one) is list:
-            parts.append(f"a list, each of it {_words(typing.get_args(one)[0])}")
+            parts.append(f"a list, each of it {type_words(typing.get_args(one)[0])}")
         elif dataclasses.is_dataclass(one):
             parts.append(f"a group of options ({', '.join(field.name for field in dataclasses.fields(one))})")
         else:

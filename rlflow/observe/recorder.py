@@ -2,6 +2,7 @@
 
     {trainer.default_local_dir}/
         config.yaml         the resolved configuration, secrets redacted
+        plan.txt, plan.json what followed from it (`rlflow.trainer.plan`)
         events.jsonl        the journal (see `rlflow.observe.journal`)
         metrics.jsonl       {"step", "data"}, one line a log call, whatever the trackers are
         run.lock            held while a run writes here

@@ -17,7 +17,7 @@ from rlflow.trainer.interrupt import Interrupted, SignalGuard, guarded
 from rlflow.utils.errors import ConfigError, DataError, DeadlineError, RlflowError
 from rlflow.utils.processes import MARK_ENV
 from rlflow.utils.ray_utils import cluster_to_join, ray_get
-from rlflow.utils.redact import protect_process, redact_text
+from rlflow.utils.redact import protect_process, redact_text, remember_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,11 @@ def _main(overrides: list[str]) -> int:
     from rlflow.trainer.task_runner import configure_logging
 
     configure_logging()
+    if "--plan" in overrides:
+        from rlflow.trainer.plan.command import print_plan
+
+        return print_plan(overrides)
+    remember_arguments(overrides)
     try:
         config = prepare_config(overrides)
     except (ConfigError, DataError) as error:
@@ -70,21 +75,9 @@ def prepare_config(overrides: list[str]) -> Any:
     """Compose, fit to the machine and check; prints notices."""
     if any(flag in overrides for flag in ("--help", "-h", "--cfg")):
         return _hydra_help()
-    from rlflow.config.checks import validate_config
-    from rlflow.config.machine import clamp_to_machine
-    from rlflow.config.overrides import compose_config
-    from rlflow.config.trackers import fit_default_trackers
-    from rlflow.trainer.name_checks import check_user_names
-    from rlflow.utils.device import auto_set_device, cpu_cores
+    from rlflow.trainer.prepare import prepare_config as prepare
 
-    config = compose_config(overrides)
-    auto_set_device(config)
-    for change in (clamp_to_machine(config, cpu_cores()), fit_default_trackers(config, overrides)):
-        if change:
-            _say(f"notice: {change}")
-    for notice in validate_config(config, check_user_names):
-        _say(f"notice: {notice}")
-    return config
+    return prepare(overrides, lambda text: _say(f"notice: {redact_text(text)}"))
 
 
 def _hydra_help() -> Any:

@@ -61,7 +61,7 @@ def test_bad_input_is_one_line_and_code_2(
     ("arguments", "message"),
     [
         (["tracee"], "no command 'tracee'; did you mean trace?"),
-        (["zzz"], "no command 'zzz'; there is trace, view"),
+        (["zzz"], "no command 'zzz'; there is plan, doctor, config, trace, view"),
         (["trace"], "rlflow trace: the following arguments are required: KEY"),
         (["view", "x", "--steps", "a:b"], "'a:b' is no range of steps; try 10:20"),
     ],

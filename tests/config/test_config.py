@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 import rlflow.config as cfg
 from rlflow.config.checks import validate_config
@@ -15,39 +14,11 @@ from rlflow.config.machine import clamp_to_machine
 from rlflow.config.overrides import check_overrides, compose_config
 from rlflow.utils.errors import ConfigError
 
-NODES = {
-    "actor_rollout_ref.actor": cfg.FSDPActorConfig,
-    "actor_rollout_ref.ref": cfg.RefConfig,
-    "actor_rollout_ref.rollout": cfg.RolloutConfig,
-    "actor_rollout_ref.model": cfg.HFModelConfig,
-    "data": cfg.DataConfig,
-    "reward": cfg.RewardConfig,
-    "trainer": cfg.TrainerConfig,
-    "algorithm": cfg.AlgoConfig,
-    "critic": cfg.FSDPCriticConfig,
-}
-# Values the YAML mirrors from elsewhere or must be set; the dataclass holds the plain default.
-MIRRORED = {"rollout.name"}
-
 
 def problems_of(overrides: list[str]) -> str:
     with pytest.raises(ConfigError) as error:
         validate_config(compose_config(overrides))
     return str(error.value)
-
-
-@pytest.mark.parametrize(("node", "kind"), NODES.items())
-def test_yaml_and_dataclass_have_the_same_keys_and_defaults(node: str, kind: type) -> None:
-    config = compose_config(["actor_rollout_ref.rollout.name=???"])
-    tree = OmegaConf.to_container(OmegaConf.select(config, node), resolve=True, throw_on_missing=False)
-    typed = OmegaConf.to_container(OmegaConf.structured(kind), resolve=False, throw_on_missing=False)
-    typed.pop("default_local_dir", None)
-    tree.pop("default_local_dir", None)
-    if node.endswith((".actor", ".ref")):
-        # use_remove_padding mirrors model.use_remove_padding, which is true in the tree.
-        for side in (tree, typed):
-            side.pop("use_remove_padding", None)
-    assert tree == typed
 
 
 def test_every_yaml_key_has_a_comment_above_it() -> None:

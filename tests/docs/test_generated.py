@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+from rlflow.config.yaml_text import documented
 from rlflow.utils.import_utils import load_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,11 +45,11 @@ def test_every_key_of_the_reference_has_a_description(generator: ModuleType) -> 
     assert not bare
 
 
-def test_later_files_and_nested_keys_get_their_own_comment(generator: ModuleType, tmp_path: Path) -> None:
+def test_later_files_and_nested_keys_get_their_own_comment(tmp_path: Path) -> None:
     (tmp_path / "group").mkdir()
     (tmp_path / "group" / "a.yaml").write_text("# First.\nx: 1\n\n# A node.\nn:\n\n  # Inner.\n  y: 2\n")
     (tmp_path / "main.yaml").write_text("defaults:\n  - group@top: a\n\ntop:\n\n  # Second.\n  x: 3\n")
-    comments = generator.yaml_comments(tmp_path, "main.yaml")
+    comments = {key: place.comment for key, place in documented("main.yaml", tmp_path).items()}
     assert comments == {"defaults": "", "top": "", "top.x": "Second.", "top.n": "A node.", "top.n.y": "Inner."}
 
 

@@ -13,6 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rlflow.utils.errors import ConfigError
@@ -136,6 +138,10 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         command = [sys.executable, str(EXAMPLES / script), *map(str, options)]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
+    folder = root / "data" / "many"  # as many prompts as the larger recipes take in a step
+    folder.mkdir()
+    for name in ("train", "test"):
+        pq.write_table(pa.table({"prompt": ["1 + 1 ="] * 2048}), folder / f"{name}.parquet")
     return root
 
 
@@ -143,7 +149,8 @@ def overrides_of(
     recipe: Path, recorded: Callable[..., list[list[str]]], data: Path, *args: str, **knobs: object
 ) -> list[str]:
     """The overrides that a recipe hands to the trainer; its model and data are there already."""
-    env = {"RLFLOW_DATA": data, "MODEL_PATH": data / "models" / "tiny", "DATA_DIR": data / "data" / "sums", **knobs}
+    rows = data / "data" / ("many" if "qwen" in recipe.name else "sums")
+    env = {"RLFLOW_DATA": data, "MODEL_PATH": data / "models" / "tiny", "DATA_DIR": rows, **knobs}
     [command] = recorded(recipe, *args, **env)
     assert command[:2] == ["-m", "rlflow.trainer.main_ppo"]
     return command[2:]
@@ -162,7 +169,8 @@ def check(overrides: list[str]) -> Any:
 def test_every_key_exists_and_the_numbers_fit(recipe, recorded, tiny_data):
     config = check(overrides_of(recipe, recorded, tiny_data))
     assert config.trainer.device == ("cuda" if "qwen" in recipe.name else "cpu")
-    estimators = {"ppo": "gae", "rloo": "rloo", "remax": "remax", "custom_estimator": "group_median"}
+    estimators = {"ppo": "gae", "custom_estimator": "group_median"}
+    estimators |= {name: name for name in ("rloo", "remax", "reinforce_plus_plus")}
     assert config.algorithm.adv_estimator == estimators.get(recipe.parent.name.removesuffix("_trainer"), "grpo")
 
 
@@ -197,6 +205,79 @@ def test_a_recipe_makes_its_model_and_data_once(recorded, tmp_path, tiny_data):
     made = recorded(recipe, RLFLOW_DATA=tmp_path / "empty")
     assert [Path(command[0]).name for command in made[:2]] == ["make_tiny.py", "sums.py"] and len(made) == 3
     assert len(recorded(recipe, RLFLOW_DATA=tiny_data)) == 1
+
+
+# --- the eight that users of verl bring ---
+
+
+def knobs(**more: object) -> dict[str, object]:
+    """What makes a recipe for GPUs one for two cores."""
+    sizes = {"TRAIN_BATCH_SIZE": 4, "PPO_MINI_BATCH_SIZE": 4, "ROLLOUT_N": 2, "MAX_PROMPT_LENGTH": 64}
+    return {"DEVICE": "cpu", "NGPUS_PER_NODE": 1, **sizes, "MAX_RESPONSE_LENGTH": 8, "MAX_TOKENS_PER_GPU": 512, **more}
+
+
+# recipe -> its knobs on the CPU, and a number that only its algorithm reports.
+EIGHT: dict[str, tuple[dict[str, object], str]] = {
+    "grpo_trainer/run_qwen3_8b_fsdp": (knobs(), "actor/kl_loss"),
+    "ppo_trainer/run_qwen3_8b_fsdp": (knobs(), "critic/vf_loss"),
+    "dapo_trainer/run_qwen2_5_7b_fsdp": (knobs(OVERLONG_BUFFER=4, MAX_GEN_BATCHES=20), "actor/grad_norm"),
+    "gspo_trainer/run_qwen3_8b_fsdp": (knobs(), "actor/pg_clipfrac"),
+    "reinforce_plus_plus_trainer/run_qwen3_8b_fsdp": (knobs(), "actor/grad_norm"),
+    "rloo_trainer/run_qwen3_8b_fsdp": (knobs(), "actor/reward_kl_penalty"),
+    "lora_trainer/run_qwen3_8b_fsdp": (knobs(LORA_RANK=4, ACTOR_LR="1e-3"), "actor/kl_loss"),
+    "long_context_trainer/run_qwen3_8b_fsdp": (
+        knobs(NGPUS_PER_NODE=2, SP_SIZE=2, MAX_TOKENS_PER_GPU=64),
+        "actor/grad_norm",
+    ),
+}
+# Those that no other default test covers by its algorithm; the others take minutes more.
+QUICK = ("dapo_trainer/run_qwen2_5_7b_fsdp", "reinforce_plus_plus_trainer/run_qwen3_8b_fsdp")
+the_eight = pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EIGHT]
+)
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_the_eight_plan_cleanly(name, recorded, tiny_data):
+    from rlflow.trainer.plan import make_plan
+
+    plan = make_plan(overrides_of(EXAMPLES / f"{name}.sh", recorded, tiny_data))
+    actor = plan.batches.models["actor"]
+    assert actor.optimizer_steps * actor.mini_batch_prompts == plan.batches.prompts
+    assert plan.memory.devices and not plan.memory.unknown
+    assert plan.stages[0].stage == "gen" and plan.stages[-1].stage == "update_actor"
+    biased = [notice for notice in plan.notices if "biased" in notice or "no effect" in notice]
+    assert not biased
+
+
+@the_eight
+def test_the_eight_train_two_steps_of_a_tiny_model(name, recorded, tiny_data, ray_cluster, tmp_path, monkeypatch):
+    from rlflow.config.checks import validate_config
+    from rlflow.config.overrides import compose_config
+    from rlflow.trainer.task_runner import TaskRunner
+
+    settings, metric = EIGHT[name]
+    more = [
+        "trainer.logger=[file]",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+        "trainer.plots=false",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        f"trainer.default_local_dir={tmp_path}/run",
+        f"reward.custom_reward_function.path={EXAMPLES}/custom_reward/sums.py",
+        "reward.num_workers=1",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    ]
+    rows = {"DATA_DIR": tiny_data / "data" / "sums"}
+    overrides = overrides_of(EXAMPLES / f"{name}.sh", recorded, tiny_data, *more, **rows, **settings)
+    monkeypatch.setenv("RLFLOW_FILE_LOGGER_ROOT", str(tmp_path))
+    config = compose_config(overrides)
+    validate_config(config)
+    assert TaskRunner().run(config) == {"global_steps": 2}
+    steps = [json.loads(line)["data"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2 and all(metric in step and step["actor/grad_norm"] >= 0 for step in steps)
 
 
 # --- whole runs ---

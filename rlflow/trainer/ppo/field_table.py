@@ -184,11 +184,12 @@ def markdown_table(stages: Sequence[StageFields]) -> str:
         "| field | " + " | ".join(s.stage for s in stages) + " |",
         "|---|" + "---|" * len(stages),
     ]
-    for field in fields:
-        cells = []
-        for stage in stages:
-            marks = ["w"] if field in stage.writes else []
-            marks += ["r"] if field in stage.reads else ["(r)"] if field in stage.optional_reads else []
-            cells.append(" ".join(marks))
-        lines.append(f"| `{field}` | " + " | ".join(cells) + " |")
+    lines += [f"| `{field}` | " + " | ".join(use_of(stage, field) for stage in stages) + " |" for field in fields]
     return "\n".join(lines)
+
+
+def use_of(stage: StageFields, field: str) -> str:
+    """What a stage does with a field: "w", "r", "(r)" where it is there, both, or nothing."""
+    marks = ["w"] if field in stage.writes else []
+    marks += ["r"] if field in stage.reads else ["(r)"] if field in stage.optional_reads else []
+    return " ".join(marks)

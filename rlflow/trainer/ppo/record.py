@@ -22,13 +22,30 @@ def declared_stages(trainer: PPOTrainer, fused: bool) -> dict[str, StageFields]:
     Raises:
         ContractError: a stage reads a field that no earlier one writes.
     """
-    config, runtime = trainer.config, trainer.runtime
+    runtime = trainer.runtime
     groups = {"actor": runtime.actor_wg, "ref": runtime.ref_policy_wg, "critic": runtime.critic_wg}
-    stages = stage_table(
+    return stages_of(
+        trainer.config,
         {role: group.worker_cls for role, group in groups.items() if group is not None},
-        with_log_probs=bool(config.actor_rollout_ref.rollout.calculate_log_probs),
         reward_after=trainer.get_reward_handles() is None,
         kl_in_reward=trainer.kl_controller is not None,
+        fused=fused,
+    )
+
+
+def stages_of(
+    config: Any, worker_classes: dict[str, type], *, reward_after: bool, kl_in_reward: bool, fused: bool
+) -> dict[str, StageFields]:
+    """The stages of a configuration by name, in their order; see `stage_table` for the arguments.
+
+    Raises:
+        ContractError: a stage reads a field that no earlier one writes.
+    """
+    stages = stage_table(
+        worker_classes,
+        with_log_probs=bool(config.actor_rollout_ref.rollout.calculate_log_probs),
+        reward_after=reward_after,
+        kl_in_reward=kl_in_reward,
         sum_pi_squared=wants_sum_pi_squared(config),
         corrected=corrected_fields(config),
         bypassed=is_bypassed(config),
@@ -48,8 +65,9 @@ def declared_stages(trainer: PPOTrainer, fused: bool) -> dict[str, StageFields]:
 
 
 def open_record(trainer: PPOTrainer) -> None:
-    """Start the journal at the step the run stands at."""
+    """Start the journal at the step the run stands at, and write the plan beside it."""
     import rlflow
+    from rlflow.trainer.plan.saved import save_plan_in_background
 
     trainer.recorder.open(
         trainer.global_steps,
@@ -60,6 +78,7 @@ def open_record(trainer: PPOTrainer) -> None:
         world_size=trainer.runtime.n_devices,
         stages=[stage.as_dict() for stage in trainer.stage_fields.values()],
     )
+    save_plan_in_background(trainer.config, trainer.recorder.folder)
 
 
 def config_text(config: Any) -> str:

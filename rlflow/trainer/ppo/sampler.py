@@ -21,8 +21,8 @@ def build_replay_buffer(trainer: PPOTrainer) -> Any:
     kwargs = {
         "trainer_mode": mode,
         "trainer_config": config.trainer.v1.get(mode),
-        "max_off_policy_threshold": 8,
-        "max_off_policy_strategy": "drop",
+        "max_off_policy_threshold": sampler.max_off_policy_threshold,
+        "max_off_policy_strategy": sampler.max_off_policy_strategy,
         "sampler_kwargs": dict(sampler.sampler_kwargs),
         "refill_fn": trainer.refill if filtered else None,
     }

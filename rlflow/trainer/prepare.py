@@ -1,0 +1,30 @@
+"""From a command line to a configuration that can run: composed, fitted to the machine, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def prepare_config(overrides: Sequence[str], notice: Callable[[str], None]) -> Any:
+    """The checked `DictConfig`; `notice` is told what was changed for this machine, and what deserves a line.
+
+    Raises:
+        ConfigError: all problems, each with where it was set and what to try.
+    """
+    from rlflow.config.checks import validate_config
+    from rlflow.config.machine import clamp_to_machine
+    from rlflow.config.overrides import compose_what_can_be
+    from rlflow.config.trackers import fit_default_trackers
+    from rlflow.trainer.name_checks import check_user_names
+    from rlflow.utils.device import auto_set_device, cpu_cores
+
+    config, unusable = compose_what_can_be(overrides)
+    if not unusable and config.trainer.device != "cpu":
+        auto_set_device(config)  # imports torch: not for an answer about a key
+    changes = (clamp_to_machine(config, cpu_cores()), fit_default_trackers(config, overrides))
+    for text in filter(None, changes):
+        notice(text)
+    for text in validate_config(config, check_user_names, overrides=overrides, unusable=unusable):
+        notice(text)
+    return config
