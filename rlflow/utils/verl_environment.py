@@ -1,0 +1,51 @@
+"""Environment variables of verl: they become ours, or are named as without effect."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+# Variables that something here reads, without their prefix.
+READ = frozenset(
+    {
+        "ENGINE_DEVICE",
+        "ENGINE_VENDOR",
+        "FILE_LOGGER_PATH",
+        "FILE_LOGGER_ROOT",
+        "FORCE_DEVICE",
+        "FULL_DETERMINISM",
+        "LOGGING_LEVEL",
+        "USE_EXTERNAL_MODULES",
+    }
+)
+INSTEAD = {
+    "AUTO_PADDING": "rows are never padded to a multiple outside the trainer",
+    "DATAPROTO_SERIALIZATION_METHOD": "batches travel by the table of trajectories",
+    "PLATFORM": "trainer.device says it",
+    "REPLAY_BUFFER_DEBUG_INTERVAL_SECONDS": "a stall report says what is waited for (trainer.stall_timeout_s)",
+    "SEED": "rollout.seed, data.seed and fsdp_config.seed are the seeds",
+    "SFT_LOGGING_LEVEL": "RLFLOW_LOGGING_LEVEL is the level of all jobs",
+    "USE_EXTERNAL_PLUGINS": "model.external_lib names modules to import",
+    "USE_MODELSCOPE": "model.path takes a folder or a hub id of Hugging Face; download the model first",
+}
+
+
+def adopt_verl_variables(environ: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Set RLFLOW_X where only VERL_X is set and something reads it. Returns a notice for each VERL_X."""
+    notices = []
+    for name in sorted(name for name in environ if name.startswith("VERL_")):
+        short = name.removeprefix("VERL_")
+        ours = f"RLFLOW_{short}"
+        if short not in READ:
+            why = INSTEAD.get(short, "nothing reads it")
+            notices.append(f"{name} has no effect: {why}")
+        elif ours not in environ:
+            environ[ours] = environ[name]
+            notices.append(f"{name} counts as {ours}")
+    return notices
+
+
+def external_modules(environ: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Modules that RLFLOW_USE_EXTERNAL_MODULES (or verl's name of it) asks to import, as model.external_lib does."""
+    text = environ.get("RLFLOW_USE_EXTERNAL_MODULES") or environ.get("VERL_USE_EXTERNAL_MODULES") or ""
+    return [name.strip() for name in text.split(",") if name.strip()]
