@@ -40,7 +40,8 @@ def drop_targets(config: Any) -> str | None:
     with open_dict(config):
         for path, node in _with_target(config):
             kind = hint_of(path)
-            ours = {one.__name__ for one in getattr(kind, "__args__", (kind,)) if dataclasses.is_dataclass(one)}
+            kinds = getattr(kind, "__args__", (kind,))
+            ours = {one.__name__ for one in kinds if isinstance(one, type) and dataclasses.is_dataclass(one)}
             if not ours:
                 continue  # a free node: the key is its owner's
             name = str(node.pop(TARGET))

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def prepare_config(arguments: Sequence[str], notice: Callable[[str], None]) -> Any:
-    """The checked `DictConfig` of a command line; `notice` is told what was changed for this machine, and what deserves a line.
+    """The checked `DictConfig` of a command line; `notice` is told what was changed, and what deserves a line.
 
     Raises:
         ConfigError: all problems, each with where it was set and what to try.
@@ -21,7 +21,7 @@ def prepare_config(arguments: Sequence[str], notice: Callable[[str], None]) -> A
     from rlflow.config.trackers import fit_default_trackers
     from rlflow.trainer.name_checks import check_user_names
     from rlflow.utils.device import auto_set_device, cpu_cores
-    from rlflow.utils.verl_environment import adopt_verl_variables
+    from rlflow.utils.verl_environment import add_external_modules, adopt_verl_variables
 
     line = read_command_line(arguments)
     overrides = line.overrides
@@ -30,7 +30,8 @@ def prepare_config(arguments: Sequence[str], notice: Callable[[str], None]) -> A
     if not unusable and config.trainer.device != "cpu":
         auto_set_device(config)  # imports torch: not for an answer about a key
     changes = (typed, clamp_to_machine(config, cpu_cores()), fit_default_trackers(config, overrides))
-    for text in filter(None, (*line.notices, *adopt_verl_variables(), *changes, *move_old_keys(config))):
+    moved = (*adopt_verl_variables(), add_external_modules(config), *move_old_keys(config))
+    for text in filter(None, (*line.notices, *changes, *moved)):
         notice(text)
     for text in validate_config(config, check_user_names, overrides=overrides, unusable=unusable):
         notice(text)

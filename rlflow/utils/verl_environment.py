@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from typing import Any
 
 # Variables that something here reads, without their prefix.
 READ = frozenset(
@@ -45,7 +46,21 @@ def adopt_verl_variables(environ: MutableMapping[str, str] = os.environ) -> list
     return notices
 
 
-def external_modules(environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Modules that RLFLOW_USE_EXTERNAL_MODULES (or verl's name of it) asks to import, as model.external_lib does."""
-    text = environ.get("RLFLOW_USE_EXTERNAL_MODULES") or environ.get("VERL_USE_EXTERNAL_MODULES") or ""
-    return [name.strip() for name in text.split(",") if name.strip()]
+def add_external_modules(config: Any, environ: MutableMapping[str, str] = os.environ) -> str | None:
+    """Let every process of a run import the modules that RLFLOW_USE_EXTERNAL_MODULES names, as those of external_lib.
+
+    Args:
+        config: the composed `DictConfig`, changed in place.
+        environ: the environment.
+
+    Returns:
+        A notice; None when it names none.
+    """
+    text = environ.get("RLFLOW_USE_EXTERNAL_MODULES") or ""
+    modules = [name.strip() for name in text.split(",") if name.strip()]
+    if not modules:
+        return None
+    model = config.actor_rollout_ref.model
+    there = model.external_lib
+    model.external_lib = [*([there] if isinstance(there, str) else there or []), *modules]
+    return f"RLFLOW_USE_EXTERNAL_MODULES: {', '.join(modules)} joined actor_rollout_ref.model.external_lib"
