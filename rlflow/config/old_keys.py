@@ -156,7 +156,7 @@ def _for_each(config: Any, key: str, value: Any, problems: list[str]) -> Any:
         return value // groups
     fitting = max(groups, round(value / groups) * groups) if isinstance(value, int) else groups
     problems.append(
-        f"{key}={value} cannot be divided over the {groups} processes that compute rows (must be >= n_gpus, a multiple)."
+        f"{key}={value} does not divide over {groups} processes (must be >= n_gpus: a row for each at least)."
         f"\n    try:    {OVER_ALL_RANKS[key]}={max(1, fitting // groups)} (rows of each), or {key}={fitting}"
     )
     return value
