@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from rlflow.compat import missing
 from rlflow.utils.errors import ContractError
 from rlflow.utils.ray_utils import DEFAULT_TIMEOUT_S, ray_get
 
@@ -209,3 +210,7 @@ def _part(results: list[Any], i: int, n: int) -> Any:
 
 def _only(values: list[Any]) -> Any:
     return values[0]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing(__name__, name)

@@ -35,6 +35,12 @@ _FEATURES: tuple[Rule, ...] = (
     inert("reward.sandbox_fusion.**", "the sandbox service is not in this version"),
 )
 _TRAINING: tuple[Rule, ...] = (
+    inert("**.rollout_n", "rollout.n is the number of sessions a prompt"),
+    *(
+        inert(f"{engine}.{name}", "the worker fills it in from the sizes of its role and of the model")
+        for engine in ("**.fsdp_config", "critic.fsdp")
+        for name in ("use_dynamic_bsz", "*max_token_len_per_gpu", "*micro_batch_size_per_gpu", "use_remove_padding")
+    ),
     unbuilt("**.megatron.**", "the Megatron engine", "the FSDP engine's keys (docs/from_verl.md)"),
     unbuilt("**.checkpoint.strict", "loading a part of a model", "leave it true"),
     unbuilt("**.checkpoint.mbridge_config", "the Megatron engine", _OFF),
@@ -108,7 +114,6 @@ _SAMPLING: tuple[Rule, ...] = (
         unbuilt(f"{_SCORER}.{name}_parallel_size", "a reward model on several devices a server", "leave it 1")
         for name in ("data", "expert", "pipeline_model")
     ),
-    unbuilt(f"{_SCORER}.mtp", "multi-token prediction", "leave it null"),
     unbuilt(f"{_SCORER}.quantization*", "low-precision weights", "leave it null"),
     *(
         inert(f"{_SCORER}.{name}", "scores are read from a head; nothing is sampled")

@@ -11,10 +11,12 @@ import difflib
 import functools
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlflow.config.misread import misread, unreadable
 from rlflow.config.tree import closed_node
+from rlflow.config.yaml_text import FOLDER
 from rlflow.utils.errors import ConfigError
 
 CONFIG_MODULE = "rlflow.config"
@@ -67,10 +69,14 @@ def _known(config_name: str, groups: tuple[str, ...]) -> frozenset[str]:
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> Any:
-    from hydra import compose, initialize_config_module
+    from hydra import compose, initialize_config_dir, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
     GlobalHydra.instance().clear()
+    if config_name.endswith(".yaml"):  # a file of the user's, which finds ours by their names
+        file = Path(config_name)
+        with initialize_config_dir(str(file.parent), version_base=None):
+            return compose(file.stem, overrides=[f"hydra.searchpath=[pkg://{CONFIG_MODULE}]", *overrides])
     with initialize_config_module(CONFIG_MODULE, version_base=None):
         return compose(config_name, overrides=list(overrides))
 
@@ -117,9 +123,9 @@ def _judged(overrides: Sequence[str], config_name: str) -> tuple[list[Any], tupl
     try:
         config, known = _defaults(config_name, groups), _known(config_name, groups)
     except HydraException as error:
+        what, where = (" ".join(groups), "command line") if groups else (config_name, config_name)
         raise ConfigError(
-            f"{' '.join(groups)}: {str(error).splitlines()[0]}\n    set in: command line\n"
-            "    try:    model_engine=dp, the engine of this version"
+            f"{what}: {str(error).splitlines()[0]}\n    set in: {where}\n    try:    {_other_choice(groups)}"
         ) from error
     usable = []
     for override in parsed:
@@ -135,6 +141,8 @@ def _judged(overrides: Sequence[str], config_name: str) -> tuple[list[Any], tupl
 
 
 def _problem_of(key: str, override: Any, known: Set[str], config: Any) -> OverrideProblem | None:
+    if key.endswith("._target_"):
+        return None  # looked at with those of files
     if key not in known and (closed_node(key) or not (override.is_add() or override.is_force_add())):
         return OverrideProblem(unknown_key(key, known), (key, *probably_meant(key, known)[:1]))
     if override.is_delete():
@@ -144,7 +152,18 @@ def _problem_of(key: str, override: Any, known: Set[str], config: Any) -> Overri
 
 
 def _is_group(key: str) -> bool:
-    return key.lstrip("~+").split("@")[0] in {"model_engine"}
+    """A choice of a file: `model_engine=...`, or `group@node=...`."""
+    return "@" in key or key.lstrip("~+") == "model_engine"
+
+
+def _other_choice(groups: Sequence[str]) -> str:
+    """What to choose where a choice of groups cannot be composed."""
+    for choice in groups:
+        group, _, name = choice.lstrip("+").partition("=")
+        files = sorted(path.stem for path in (FOLDER / group.partition("@")[0]).glob("*.yaml"))
+        if files and name not in files:
+            return "model_engine=dp" if group == "model_engine" else f"{group}= one of {', '.join(files)}"
+    return "model_engine=dp, and groups and keys that the package's files have (rlflow/config)"
 
 
 def _flatten(node: Any, prefix: str = "") -> Iterator[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlflow.compat import loads_as_ours, our_name
 from rlflow.utils.errors import ConfigError
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -36,7 +37,7 @@ def load_module(path: str, module_name: str | None = None) -> ModuleType:
         RuntimeError: the module raised while it was executed, or ended the process (the cause is chained).
     """
     if path.startswith("pkg://"):
-        package = path.removeprefix("pkg://").strip("/").replace("/", ".")
+        package = our_name(path.removeprefix("pkg://").strip("/").replace("/", "."))
         try:
             return importlib.import_module(package)
         except (Exception, SystemExit) as error:
@@ -51,6 +52,7 @@ def load_module(path: str, module_name: str | None = None) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{file} is not a Python module; expected a .py file")
     module = importlib.util.module_from_spec(spec)
+    loads_as_ours(module)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -84,7 +86,7 @@ def load_extern_object(path: str, name: str) -> Any:
 
 def load_class_from_fqn(fqn: str, description: str = "class") -> type:
     """The class named by `package.module.Class`; the error names what was asked and what was tried."""
-    module_name, _, class_name = fqn.rpartition(".")
+    module_name, _, class_name = our_name(fqn).rpartition(".")
     if not module_name:
         raise ConfigError(f"{description} {fqn!r} is not a dotted name; expected package.module.Class")
     try:

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlflow.compat import our_name
+from rlflow.compat_paths import ALIASES, FACADES
+
 _MAKES_NAMES = {"globals", "setattr", "exec", "vars"}
 
 
@@ -69,6 +72,10 @@ def find_source(module: str) -> Path | None:
     None for one that has no source here (compiled, or made at run time). Raises `ModuleNotFoundError` for one that is
     not there. Its packages are not imported.
     """
+    module = our_name(module)
+    module = ALIASES.get(module, module)
+    if module in FACADES:
+        return None
     root, *rest = module.split(".")
     if module in sys.modules:
         origin = getattr(sys.modules[module], "__file__", None)
