@@ -133,7 +133,8 @@ class ReplicaSupervisor:
     def wake(self) -> None:
         """Something changed for replicas that wait: look again now."""
         if self._loop is not None and self.running:
-            self._loop.call_soon_threadsafe(lambda: [watched.wake.set() for watched in self.watched])
+            for watched in self.watched:
+                self._loop.call_soon_threadsafe(watched.wake.set)
 
     def describe(self) -> list[str]:
         """A line for every replica that does not serve."""
