@@ -180,8 +180,8 @@ class ReplicaSupervisor:
         await self._ask(self._balancer.set_hope.remote(True))
         await asyncio.gather(*(w.replica.note_processes() for w in self.watched))
         self._started.set()
-        works = [partial(self._watch, w) for w in self.watched]
-        tasks = [asyncio.create_task(self._keep_going(work)) for work in (*works, self._listen)]
+        works: list[Callable[[], Coroutine[Any, Any, None]]] = [partial(self._watch, w) for w in self.watched]
+        tasks = [asyncio.create_task(self._keep_going(work)) for work in [*works, self._listen]]
         await self._halt.wait()
         for task in (*tasks, *self._tasks):
             task.cancel()
