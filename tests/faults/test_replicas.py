@@ -27,6 +27,8 @@ import rollout_worker
 
 from rlflow.checkpoint_engine.manager import CheckpointEngineManager, SyncState
 from rlflow.config import SupervisorConfig
+from rlflow.utils.ray_utils import ray_get
+from rlflow.workers.rollout.base import RolloutError
 from rlflow.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
 from rlflow.workers.rollout.supervised_sync import SupervisedSync
 from rlflow.workers.rollout.supervisor import ReplicaState, ReplicaSupervisor
@@ -175,3 +177,59 @@ def test_a_lost_replica_comes_back_with_the_weights_of_the_moment(
     ]  # fmt: skip
     check_answers(system, outputs or asyncio.run(ask_many(system)), undisturbed)
     assert system.sync.state is SyncState.SERVING
+
+
+def test_a_false_report_of_a_death_takes_a_server_away_only_for_a_moment(system: System) -> None:
+    system.until_all_serve()
+    system.events.clear()
+    balancer, server_id = system.servers.global_load_balancer, system.servers.rollout_replicas[0].server_id
+    ray_get(balancer.report_dead.remote(server_id), what="the report", timeout_s=30)
+    system.until(lambda: server_id in ray_get(balancer.get_all_servers.remote(), what="", timeout_s=30), "it is back")
+    assert system.events == []
+
+
+def test_a_start_that_fails_costs_one_of_the_tries(system: System) -> None:
+    system.until_all_serve()
+    system.events.clear()
+    replica = system.servers.rollout_replicas[1]
+    launch, tries = replica.launch_servers, []
+
+    async def fail_once() -> None:
+        tries.append(replica.server_id)
+        if len(tries) == 1:
+            raise OSError("no room")
+        await launch()
+
+    replica.launch_servers = fail_once  # type: ignore[method-assign]
+    os.kill(system.pid(1), signal.SIGKILL)
+    system.until(lambda: system.named("replica_serving"), "serves again")
+    replica.launch_servers = launch  # type: ignore[method-assign]
+    causes = [facts["cause"] for facts in system.named("replica_lost")]
+    assert causes[0].startswith("dead: ") and causes[1] == "did not start: OSError: no room"
+    assert len(set(tries)) == 2, "each life has a name of its own"
+
+
+def test_with_nobody_left_and_no_budget_all_who_wait_are_told_why(system: System) -> None:
+    """Last: it ends the replicas for good."""
+    system.until_all_serve()
+    object.__setattr__(system.supervisor.settings, "max_restarts", 0)
+
+    async def scenario() -> list[Any]:
+        work = [asyncio.create_task(ask_many(system, 1)) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        os.kill(system.pid(0), signal.SIGKILL)
+        os.kill(system.pid(1), signal.SIGSTOP)
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    started = time.monotonic()
+    errors = asyncio.run(scenario())
+    assert time.monotonic() - started < 30
+    for error in errors:
+        assert isinstance(error, RolloutError)
+        assert "replica 0 is dead" in str(error) and "replica 1 is hung" in str(error)
+    with pytest.raises(RolloutError, match=r"No rollout replica is left: replica 0 is dead.*max_restarts=0 is used up"):
+        system.update()
+    assert [line.split(" for ")[0] for line in system.supervisor.describe()] == [
+        "rollout replica 0 is gone", "rollout replica 1 is gone",
+    ]  # fmt: skip
+    assert system.supervisor.take_metrics()["supervisor/replicas_serving"] == 0

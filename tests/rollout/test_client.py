@@ -169,10 +169,10 @@ def test_a_request_whose_server_dies_takes_its_tokens_to_another(ray_cluster):
 
 def test_what_the_engine_knows_passes_and_the_rest_is_refused_before_a_server_is_asked(ray_cluster):
     world = World([], client_cls=LLMServerClient)
-    given = {"min_p": 0.1, "stop": ["x"], "max_tokens": 2}
+    given = {"min_p": 0.1, "min_tokens": 1, "max_tokens": 2}
     asyncio.run(world.client.generate("a", prompt_ids=[1], sampling_params=given, priority=3))
     asyncio.run(world.client.generate("a", prompt_ids=[1], sampling_params=given, priority=0))
-    assert given == {"min_p": 0.1, "stop": ["x"], "max_tokens": 2}
+    assert given == {"min_p": 0.1, "min_tokens": 1, "max_tokens": 2}
     assert [(params, extra) for _, params, extra in world.asked()] == [(given, {"priority": 3}), (given, {})]
     with pytest.raises(ConfigError, match="engine vllm cannot use heat=1"):
         asyncio.run(world.generate(heat=1))

@@ -95,6 +95,7 @@ CAPABILITIES: dict[str, EngineCapabilities] = {
         EngineCapabilities(
             name="hf",
             title="embedded engine",
+            lora_adapters=True,
             sleep_frees_memory=ALL_DEVICES,
             full_determinism=True,
             hashable_parameters=ALL_DEVICES,

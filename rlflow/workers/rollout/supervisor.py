@@ -27,6 +27,7 @@ import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 from rlflow.config import SupervisorConfig
@@ -126,14 +127,17 @@ class ReplicaSupervisor:
 
     async def in_its_thread(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run a coroutine in the supervisor's thread and await its result here."""
-        assert self._loop is not None
+        if self._loop is None or not self.running:
+            work.close()
+            raise RolloutError("The supervisor of the rollout replicas is not running; its log says why it ended.")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
 
     def wake(self) -> None:
         """Something changed for replicas that wait: look again now."""
         if self._loop is not None and self.running:
-            self._loop.call_soon_threadsafe(lambda: [watched.wake.set() for watched in self.watched])
+            for watched in self.watched:
+                self._loop.call_soon_threadsafe(watched.wake.set)
 
     def describe(self) -> list[str]:
         """A line for every replica that does not serve."""
@@ -176,12 +180,20 @@ class ReplicaSupervisor:
         await self._ask(self._balancer.set_hope.remote(True))
         await asyncio.gather(*(w.replica.note_processes() for w in self.watched))
         self._started.set()
-        tasks = [asyncio.create_task(self._watch(w)) for w in self.watched]
-        tasks.append(asyncio.create_task(self._listen()))
+        works: list[Callable[[], Coroutine[Any, Any, None]]] = [partial(self._watch, w) for w in self.watched]
+        tasks = [asyncio.create_task(self._keep_going(work)) for work in [*works, self._listen]]
         await self._halt.wait()
         for task in (*tasks, *self._tasks):
             task.cancel()
         await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
+
+    async def _keep_going(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            try:
+                return await work()
+            except Exception:  # what went wrong with one replica must not leave the others unwatched
+                logger.exception("watching the rollout replicas failed; going on")
+                await asyncio.sleep(self.settings.heartbeat_s)
 
     async def _watch(self, w: Watched) -> None:
         while w.state is not ReplicaState.GONE:
