@@ -21,10 +21,10 @@ def start_server(path: str, **rollout: Any) -> Any:
         async def act(self, function: Any) -> Any:
             return await function(self)
 
-    node = tiny.config(path, name="sglang", **rollout).actor_rollout_ref
+    node = tiny.config(path, name="sglang", tensor_model_parallel_size=1, **rollout).actor_rollout_ref
     options = {"num_cpus": 0, "max_concurrency": 100, "runtime_env": {"env_vars": ENVIRONMENT}}
     actor = ray.remote(Probe).options(**options).remote(node.rollout, node.model, 0)
-    ray_get(actor.ready.remote(), what="SGLang to start", timeout_s=300)
+    ray_get(actor.ready.remote(), what="SGLang to start", timeout_s=400)
     return actor
 
 

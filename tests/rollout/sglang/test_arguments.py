@@ -10,7 +10,7 @@ from rlflow.workers.rollout.sglang.arguments import engine_arguments, engine_env
 
 
 def _arguments(path, device="cpu", own_devices=False, **rollout):
-    node = tiny.config(path, name="sglang", **rollout).actor_rollout_ref
+    node = tiny.config(path, **{"name": "sglang", "tensor_model_parallel_size": 1, **rollout}).actor_rollout_ref
     return engine_arguments(node.rollout, node.model, device=device, own_devices=own_devices)
 
 
@@ -50,6 +50,8 @@ def test_sleep_on_a_gpu_frees_memory_and_keeps_a_copy_of_shared_weights(model_pa
 def test_the_tensor_parallel_size_is_passed_on(model_path):
     arguments = _arguments(model_path, "cuda", tensor_model_parallel_size=4)
     assert arguments.kwargs["tp_size"] == arguments.tp_size == 4
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2: on a CPU"):
+        _arguments(model_path, tensor_model_parallel_size=2)
 
 
 def test_raw_log_probs_are_asked_for_before_the_import(model_path):

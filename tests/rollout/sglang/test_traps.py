@@ -6,6 +6,7 @@ Each test shows the trap in the version that is pinned, so that an upgrade that 
 from __future__ import annotations
 
 import pytest
+import rollout_tiny as tiny
 from sglang_probe import act, start_server, stop_server
 
 from rlflow.utils.errors import WeightSyncError
@@ -107,16 +108,17 @@ def test_memory_is_released_only_once_nothing_runs(server):
     assert len(generate(server, [5, 6, 7]).token_ids) == 4
 
 
-def test_parameters_cannot_be_read_by_name(server):
-    """So the receipt is made in the scheduler's process."""
+def test_parameters_read_by_name_are_no_proof(server):
+    """A few numbers of a few models (of Qwen2 none at all), so the receipt is made in the scheduler's process."""
 
     async def raw(it):
         from sglang.srt.managers.io_struct import GetWeightsByNameReqInput
 
-        request = GetWeightsByNameReqInput(name="model.norm.weight", truncate_size=5)
+        request = GetWeightsByNameReqInput(name="model.embed_tokens.weight", truncate_size=5)
         return await it._engine._manager.get_weights_by_name(request, None)
 
-    assert act(server, raw) is None
+    rows = act(server, raw)
+    assert rows is None or len(rows) == 5 < tiny.VOCAB
 
 
 def test_a_request_is_not_aborted_with_one_whose_name_it_begins_with(server):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ _ENVIRONMENT = {
     # The context is longer than the model's positions by the margin; `token_budget` keeps sequences inside them.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
 }
+_CORES_OF_RANKS = "SGLANG_CPU_OMP_THREADS_BIND"
 _RAW_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -167,6 +169,11 @@ def _model_arguments(config: Any, model: Any, path: str, trust: bool, dtype: str
 def _cpu_arguments(
     config: Any, text_config: Any, dtype: Any, max_model_len: int, replicas_on_node: int
 ) -> dict[str, Any]:
+    if config.tensor_model_parallel_size > 1 and not os.environ.get(_CORES_OF_RANKS):
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size={config.tensor_model_parallel_size}: on a CPU SGLang wants to be told "
+            f"which cores each rank computes on. Set it to 1, or the variable {_CORES_OF_RANKS} (0-3|4-7)."
+        )
     return {
         "device": "cpu",
         # The default for a CPU needs kernels that are not published for it.

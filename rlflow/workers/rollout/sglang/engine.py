@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import multiprocessing
@@ -44,9 +45,6 @@ class SGLangEngine:
 
     def __init__(self, arguments: EngineArguments) -> None:
         self.arguments = arguments
-        if threading.current_thread() is threading.main_thread():
-            # A scheduler that fails sends it to this process, which would end without a word to its callers.
-            signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         self._engine: Any = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sglang-engine")
         self._failure: RolloutError | None = None
@@ -64,6 +62,7 @@ class SGLangEngine:
         """
         loop = asyncio.get_running_loop()
         self._death = loop.create_future()
+        _ignore_sigquit()
         try:
             self._engine = await loop.run_in_executor(self._thread, self._build)
         except Exception as error:
@@ -271,6 +270,17 @@ class SGLangEngine:
             raise DeadlineError(f"SGLang's scheduler did not answer within {timeout_s or 0:.0f} s; it may hang.")
         finally:
             task.cancel()
+
+
+def _ignore_sigquit() -> None:
+    """A scheduler that fails sends it to this process, which would end without a word to its callers.
+
+    By the C library: Python lets only the main thread do it, and an actor's coroutines run in another.
+    """
+    ignore = 1  # SIG_IGN
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    libc.signal(signal.SIGQUIT, ignore)
 
 
 def _require(result: Any) -> None:
