@@ -10,7 +10,6 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +186,9 @@ class ServedModel:
         self._held.pop(self._writer.get(target.data_ptr(), name), None)
         self._writer[target.data_ptr()] = name
 
-    def read_back(self, names: Iterable[str]) -> None:
-        """Take the digests of parameters that were just loaded, while the sender fills the next bucket."""
-        for name in names:
-            self._held[name] = self._digest(name)
+    def read_back(self, name: str) -> None:
+        """Take the digest of a parameter that was just loaded: it is in a cache, and the sender fills the next bucket."""
+        self._held[name] = self._digest(name)
 
     def finish(self) -> tuple[int, int]:
         """End an update: (tensors loaded, checksum of what the parameters now hold).

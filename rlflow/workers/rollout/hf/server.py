@@ -247,4 +247,4 @@ def copy_bucket(metas: list[TensorMeta], path: str, model: ServedModel) -> None:
         while tensors:  # views must not outlive the block
             name, tensor = tensors.pop()
             model.load(name, tensor, digests[name])
-    model.read_back(digests)
+            model.read_back(name)
