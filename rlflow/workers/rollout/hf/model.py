@@ -187,7 +187,7 @@ class ServedModel:
         self._writer[target.data_ptr()] = name
 
     def read_back(self, name: str) -> None:
-        """Take the digest of a parameter that was just loaded: it is in a cache, and the sender fills the next bucket."""
+        """Take the digest of a parameter that was just loaded, while it is in a cache and the next bucket is filled."""
         self._held[name] = self._digest(name)
 
     def finish(self) -> tuple[int, int]:
