@@ -167,3 +167,42 @@ def test_loading_needs_an_engine_at_rest(server, params):
     with pytest.raises(ContractError, match="pause it"):
         send(sender_with(2048), server, params)
     ray_get(server.abort_all_requests.remote(), what="pause", timeout_s=30)
+
+
+def adapter(rank=4):
+    path = "base_model.model.model.layers.0.self_attn.q_proj"
+    return [(f"{path}.lora_A.weight", torch.randn(rank, 64)), (f"{path}.lora_B.weight", torch.randn(64, rank))]
+
+
+def send_adapter(server, tensors, version):
+    lora = {"r": 4, "lora_alpha": 8}
+    return asyncio.run(sender_with(2048).send(iter(tensors), server, version, lora))
+
+
+def test_an_adapter_goes_beside_the_base_weights(server, params):
+    base = send(sender_with(2048), server, params, version=20)
+    receipt = send_adapter(server, adapter(), 21)
+    assert receipt.lora_modules == ("model.layers.0.self_attn.q_proj",) and base.lora_modules is None
+    assert receipt.tensor_count == 2 and receipt.total_bytes == 2 * 2 * 4 * 64
+    tokens = list(range(3, 40))
+    with_adapter = ray_get(server.prompt_log_probs.remote(tokens), what="log-probs", timeout_s=30)
+    send(sender_with(2048), server, params, version=22)
+    assert ray_get(server.prompt_log_probs.remote(tokens), what="log-probs", timeout_s=30) != with_adapter
+
+
+def test_an_adapter_that_is_bound_to_no_module_stops_the_run(server, params):
+    send(sender_with(2048), server, params)
+    with pytest.raises(WeightSyncError, match="replica 3 took a LoRA adapter but bound it to no module"):
+        send_adapter(server, [], 2)
+    strange = [(name.replace("q_proj", "x_proj"), tensor) for name, tensor in adapter()]
+    with pytest.raises(WeightSyncError, match="no linear layer 'model.layers.0.self_attn.x_proj'"):
+        send_adapter(server, strange, 2)
+    send(sender_with(2048), server, params)
+
+
+def test_tied_weights_with_two_values_do_not_pass(server, params):
+    """One parameter cannot hold both; whichever came first is gone."""
+    other = dict(params)["model.embed_tokens.weight"] + 1
+    with pytest.raises(WeightSyncError, match="hold other values than were sent: (model.embed_tokens|lm_head).weight"):
+        send(sender_with(0.0001), server, [*params, ("lm_head.weight", other)])
+    send(sender_with(2048), server, params)

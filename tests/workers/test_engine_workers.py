@@ -115,7 +115,7 @@ def test_a_policy_with_an_adapter_is_its_own_reference(tiny_model):
 def test_a_reference_of_its_own_says_what_the_one_in_the_policys_worker_says(worker, tiny_model):
     inputs = tu.get_keys(tiny.make_batch(8), ["input_ids", "responses"])
     alone = make_worker(tiny_model, role="ref")
-    assert alone.actor is None and alone.weight_sender is None
+    assert alone.actor is None and alone.weights is None
     expected = worker.compute_ref_log_prob(inputs)["ref_log_prob"].values()
     assert torch.equal(alone.compute_ref_log_prob(inputs)["ref_log_prob"].values(), expected)
     with pytest.raises(ContractError, match="has no actor"):
@@ -252,7 +252,7 @@ def test_roles_have_only_their_parts(tiny_model):
     with pytest.raises(ContractError, match="no actor"):
         worker.update_actor(tiny.make_batch(2))
     actor = make_worker(tiny_model, role="actor")
-    assert actor.weight_sender is None and actor.ref is None
+    assert actor.weights is None and actor.ref is None
     with pytest.raises(ContractError, match="no reference"):
         actor.compute_ref_log_prob(tiny.make_batch(2))
     with pytest.raises(ContractError, match="sends no weights"):
@@ -266,15 +266,47 @@ def test_weights_go_to_the_bound_server(worker):
         async def send(self, params, server, version):
             self.got = {name: t.clone() for name, t in params}, server, version
 
-    real, worker.weight_sender = worker.weight_sender, Sender()
+    sender = Sender()
+    real, worker.weights._sender = worker.weights._sender, sender
     worker.bind_rollout(["server"])
     asyncio.run(worker.update_weights(global_steps=7))
-    params, server, version = worker.weight_sender.got
-    worker.weight_sender = real
+    params, server, version = sender.got
+    asyncio.run(worker.update_weights(global_steps=8, ranks=[5]))
+    assert sender.got[1] is None, "this rank only gathers"
+    worker.weights._sender = real
     assert (server, version) == ("server", 7)
     assert "model.embed_tokens.weight" in params and "lm_head.weight" not in params
     with pytest.raises(ContractError, match="1 ranks"):
         worker.bind_rollout([None, None])
+
+
+def test_weights_go_through_the_configured_engine(tiny_model, tmp_path):
+    engine = "actor_rollout_ref.rollout.checkpoint_engine"
+    options = [
+        f"{engine}.backend=disk",
+        f"+{engine}.engine_kwargs.disk.folder={tmp_path}",
+        f"{engine}.keep_fp32=['*norm*']",
+    ]
+    worker = make_worker(tiny_model, *options, "actor_rollout_ref.rollout.dtype=bfloat16", role="actor_rollout")
+    asyncio.run(worker.execute_checkpoint_engine("prepare"))
+    receipt = asyncio.run(worker.update_weights(3))
+    ((metas, _),) = worker.weights.checkpoint_engine.stored_buckets(3)
+    assert receipt.version == 3 and receipt.tensor_count == len(metas)
+    assert {meta.dtype for meta in metas if "norm" in meta.name} == {"float32"}
+    assert {meta.dtype for meta in metas if "norm" not in meta.name} == {"bfloat16"}
+    with pytest.raises(ConfigError, match="backend=disk"):
+        asyncio.run(worker.update_weights(4, mode="broadcast"))
+
+
+def test_the_canary_is_the_policys_own_log_prob(worker):
+    canary, dtype = worker.canary()
+    ids = torch.tensor(canary.token_ids)
+    data = tu.get_keys(tiny.make_batch(1), ["input_ids", "responses"])
+    data["input_ids"] = torch.nested.as_nested_tensor([ids], layout=torch.jagged)
+    data["responses"] = torch.nested.as_nested_tensor([ids[1:]], layout=torch.jagged)
+    expected = worker.compute_log_prob(data)["old_log_probs"].values()
+    torch.testing.assert_close(torch.tensor(canary.log_probs), expected)
+    assert dtype == "float32"
 
 
 def test_a_saved_worker_goes_on_exactly(tiny_model, tmp_path):

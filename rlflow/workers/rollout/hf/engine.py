@@ -7,8 +7,7 @@ Invariants
     - Requests join and leave between two steps; a step is one forward for one token of every running request.
     - Equal prompts are prefilled once: later ones copy the keys and values of one that runs. Nothing else is reused,
       so no key or value outlives its request, let alone its weight version.
-    - Weights change only while nothing runs, and from the first change to a good `finish_update` nothing is served;
-      if an update fails, the engine refuses requests until one succeeds.
+    - Weights change only while nothing runs (`weight_updates`).
     - What the thread may do next is decided here; that it runs, and how it ends, in `loop`.
 """
 
@@ -16,10 +15,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 from rlflow.workers.rollout.base import RolloutError, SamplingParams, token_budget
@@ -28,15 +26,14 @@ from rlflow.workers.rollout.hf.batch import Batch, Generation, Request
 from rlflow.workers.rollout.hf.decode import EngineCounters, decode
 from rlflow.workers.rollout.hf.kv_cache import SlotKVCache
 from rlflow.workers.rollout.hf.limits import EngineLimits
-from rlflow.workers.rollout.hf.loop import EngineLoop
 from rlflow.workers.rollout.hf.model import ServedModel
 from rlflow.workers.rollout.hf.prefill import admit, prefill
+from rlflow.workers.rollout.hf.weight_updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
-class HFEngine(EngineLoop):
+class HFEngine(WeightUpdates):
     """See the module. All methods may be called from any thread.
 
     Args:
@@ -56,17 +53,15 @@ class HFEngine(EngineLoop):
     ) -> None:
         if limits.max_num_seqs < 1:
             raise ConfigError(f"rollout.max_num_seqs={limits.max_num_seqs} must be at least 1.")
-        super().__init__()
+        super().__init__(version)
         self.model, self.limits, self.counters = model, limits, EngineCounters()
-        self._version = version
-        self._refusal = "it has no weights before the first weight sync (rollout.load_format=dummy)"
         self._seed = seed
         self._waiting: Admission = FirstCome() if admission is None else admission
         self._batch = Batch(limits.max_num_seqs, model.vocab_size, model.device)
         self._cache: SlotKVCache | None = None
         self._abort_ids: set[str] = set()
         self._abort_all = False
-        self._paused = self._asleep = self._updating = False
+        self._paused = self._asleep = False
         self._next_deadline = float("inf")
         self._submitted = 0
         self._start()
@@ -193,99 +188,6 @@ class HFEngine(EngineLoop):
             self._asleep = False
             self._condition.notify_all()
 
-    def prompt_log_probs(self, token_ids: list[int]) -> Future[list[float]]:
-        """Log-probs of all tokens but the first under the present weights, between two steps.
-
-        Raises:
-            ContractError: fewer than two tokens, more than a sequence may have, or ids outside the vocabulary.
-        """
-        if not 2 <= len(token_ids) <= self.limits.max_model_len:
-            raise ContractError(
-                f"prompt_log_probs takes 2 to rollout.max_model_len={self.limits.max_model_len} tokens, got "
-                f"{len(token_ids)}."
-            )
-        if not 0 <= min(token_ids) <= max(token_ids) < self.model.vocab_size:
-            raise ContractError(f"prompt_log_probs: token ids outside the vocabulary of {self.model.vocab_size}.")
-        return self._post(partial(self.model.log_probs, list(token_ids)), at_rest=False)
-
-    def start_update(self, lora: dict[str, Any] | None = None) -> Future[None]:
-        """Forget what an unfinished update loaded. `ContractError` (here or in the future) unless at rest.
-
-        With `lora`, PEFT's config, an adapter comes; the base weights stay.
-
-        Updates run in this thread. So nothing computes meanwhile, and no other thread of the process gets OpenMP
-        threads of its own: with more of them than cores, libgomp lets waiting ones sleep at once, and steps slow down.
-        """
-        return self._post(partial(self.model.begin, lora))
-
-    def load_weights(self, load: Callable[[ServedModel], T]) -> Future[T]:
-        """Let `load(model)` change parameters. From here to a good `finish_update` there are no usable weights.
-
-        `ContractError` (here or in the future) unless the engine is paused or asleep.
-        """
-
-        def job() -> T:
-            self._invalidate()
-            try:
-                return load(self.model)
-            except BaseException:
-                self._end_update(None)
-                raise
-
-        return self._post(job)
-
-    def finish_update(self, version: int, tensor_count: int, checksum: int) -> Future[tuple[int, int]]:
-        """All tensors are loaded. The parameters become `version` if they hold what was announced.
-
-        The future gives the count and checksum that were found, or `WeightSyncError` for parameters without weights.
-        """
-
-        def job() -> tuple[int, int]:
-            self._invalidate()
-            found = None
-            try:
-                found = self.model.finish()
-                return found
-            finally:
-                self._end_update(version if found == (tensor_count, checksum) else None)
-
-        return self._post(job)
-
-    def abandon_update(self) -> None:
-        """The weights that are there must not be served, whatever was verified; until the next good update."""
-        with self._condition:
-            self._version, self._updating = None, False
-            self._refusal = "its last weight update was withdrawn by the trainer"
-
-    def _invalidate(self) -> None:
-        with self._condition:
-            self._updating, self._version = True, None
-            self._refusal = "its last weight update did not finish"
-            # Stale values are never attended to, but an infinity among them would survive a mask.
-            self._cache = None
-
-    def _end_update(self, version: int | None) -> None:
-        with self._condition:
-            self._version, self._updating = version, False
-
-    def _check_rest(self) -> None:
-        if not (self._paused or self._asleep) or self._batch.requests:
-            raise ContractError(
-                "Weights may not change while the rollout engine serves: pause it (abort_all_requests) or put it to "
-                "sleep first."
-            )
-
-    def set_version(self, version: int) -> None:
-        """Relabel the present weights, for example after the trainer resumed from a checkpoint they come from."""
-        with self._condition:
-            if self._version is not None:
-                self._version = version
-
-    @property
-    def version(self) -> int | None:
-        """Weight version; None without usable weights."""
-        return self._version
-
     def status(self) -> dict[str, Any]:
         """Counts and state, for logs, tests and health checks."""
         with self._condition:
@@ -375,13 +277,8 @@ class HFEngine(EngineLoop):
         with self._condition:
             admitted = admit(self._batch, self._waiting) if self._may_admit() else []
             if self._cache is None:
-                self._cache = SlotKVCache(
-                    self.model.kv_shape,
-                    self._batch.slots,
-                    self.limits.max_model_len,
-                    self.model.dtype,
-                    self.model.device,
-                )
+                model, slots = self.model, self._batch.slots
+                self._cache = SlotKVCache(model.kv_shape, slots, self.limits.max_model_len, model.dtype, model.device)
             cache = self._cache
         if admitted:
             started = time.perf_counter()

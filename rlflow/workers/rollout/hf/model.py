@@ -105,7 +105,9 @@ class ServedModel:
         # Tied weights appear under all of their names; each name leads to the same tensor.
         self._targets: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
         self._parts = self._expert_parts()
-        self._arrived: dict[str, int | None] = {}
+        self._arrived: dict[str, int | None] = {}  # name -> digest of what was sent
+        self._held: dict[str, int] = {}  # name -> digest of what the parameter holds
+        self._writer: dict[int, str] = {}  # address of a parameter -> the name that was loaded into it
         self._adapter: ServedAdapter | None = None
         self.loaded: tuple[str, ...] = ()
         self.lora_modules: tuple[str, ...] | None = None
@@ -150,7 +152,7 @@ class ServedModel:
         Args:
             lora: PEFT's config when an adapter comes; without it the base weights come, and an adapter ends.
         """
-        self._arrived = {}
+        self._arrived, self._held, self._writer = {}, {}, {}
         if self._adapter is not None:
             self._adapter.unbind()
         self._adapter = None if lora is None else ServedAdapter(self.module, lora)
@@ -180,6 +182,13 @@ class ServedModel:
             )
         target.data.copy_(tensor)
         self._arrived[name] = digest
+        # Tied weights may come under both names: what the first one left may be gone.
+        self._held.pop(self._writer.get(target.data_ptr(), name), None)
+        self._writer[target.data_ptr()] = name
+
+    def read_back(self, name: str) -> None:
+        """Take the digest of a parameter that was just loaded, while it is in a cache and the next bucket is filled."""
+        self._held[name] = self._digest(name)
 
     def finish(self) -> tuple[int, int]:
         """End an update: (tensors loaded, checksum of what the parameters now hold).
@@ -187,13 +196,14 @@ class ServedModel:
         Raises:
             WeightSyncError: parameters that no tensor arrived for, or that hold something else than was sent, by name.
         """
-        arrived, self._arrived = self._arrived, {}
+        arrived, held = self._arrived, self._held
+        self._arrived, self._held, self._writer = {}, {}, {}
         self.loaded = tuple(sorted(arrived))
         if self._adapter is None:
             self._require_all(set(arrived))
         else:
             self.lora_modules = self._adapter.bind()
-        digests = {name: self._digest(name) for name in arrived}
+        digests = {name: held[name] if name in held else self._digest(name) for name in arrived}
         wrong = [name for name, sent in arrived.items() if sent is not None and sent != digests[name]]
         if wrong:
             raise WeightSyncError(

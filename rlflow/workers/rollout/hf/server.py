@@ -50,7 +50,7 @@ class HFServer:
         deterministic = bool(rollout_config.get("full_determinism", False))
         if deterministic:
             enable_full_determinism(int(rollout_config.get("seed", 0)))
-        # In a thread that ends, so that its pool of OpenMP threads ends too: see `HFEngine.start_update`.
+        # In a thread that ends, so that its pool of OpenMP threads ends too: see `weight_updates`.
         with ThreadPoolExecutor(max_workers=1) as pool:
             model = pool.submit(load_model, model_config, rollout_config, get_device()).result()
         limits = engine_limits(rollout_config, model, replicas_on_node)
@@ -255,3 +255,4 @@ def copy_bucket(metas: list[TensorMeta], path: str, model: ServedModel) -> None:
         while tensors:  # views must not outlive the block
             name, tensor = tensors.pop()
             model.load(name, tensor, digests[name])
+            model.read_back(name)
