@@ -125,9 +125,9 @@ def test_many_prompts_take_no_time() -> None:
     rng = np.random.default_rng(0)
     rows = 16 * 500
     infos = {"reward": rng.random(rows).tolist(), "pred": [str(i) for i in rng.integers(0, 6, rows)]}
-    start = time.perf_counter()
+    start = time.process_time()
     process_validation_metrics(["s"] * rows, [str(row // 16) for row in range(rows)], infos)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_the_same_samples_are_shown_each_time() -> None:

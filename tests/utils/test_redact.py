@@ -93,10 +93,10 @@ def test_text(text: str, expected: str) -> None:
     ],
 )
 def test_long_texts_take_no_longer_than_their_length(text: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     redact_text(text * (400_000 // len(text)))
     redact_text("x=" + text[0] * 400_000)
-    assert time.perf_counter() - started < 4
+    assert time.process_time() - started < 4
 
 
 def test_a_remembered_value_is_hidden_wherever_it_appears() -> None:
