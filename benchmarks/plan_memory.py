@@ -1,10 +1,11 @@
-"""The memory that `rlflow plan` foretells, beside what the processes of the run take.
+"""The memory that `rlflow plan` foretells, beside what real workers take.
 
-    python benchmarks/plan_memory.py --model ~/.cache/rlflow/models/SmolLM2-135M-Instruct       # 2 minutes a setting
+    python benchmarks/plan_memory.py --model ~/.cache/rlflow/models/SmolLM2-135M-Instruct       # 2 minutes
 
-Each setting is planned, then run for two steps on one CPU process with answers of full length. Compared is the highest
-resident memory of the trainer and of the rollout server, less what they had after their imports, with the plan's worst
-phase. Exit code: 0; 1 when a run failed; with `--check` also when an estimate is off by more than 25 %.
+For each setting a trainer's worker makes two optimizer steps and a rollout server generates a step's answers, each in a
+process of its own, on rows of full length. Compared is its highest resident memory, less what it had after its imports,
+with the plan's phase. Exit code: 0; 1 when a process failed; with `--check` also when an estimate is off by more than
+25 %.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from step import say
 from step_sides import HERE, SideFailed, start
 
 GOAL = 0.25
-WORDS = 80
+PHASES = {"trainer": "train", "server": "rollout"}
 ROLES = {"trainer": "trainer process", "server": "rollout server"}
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 # setting -> (prompts a step, answers each, tokens of an answer, further overrides)
@@ -33,40 +34,10 @@ SETTINGS: dict[str, tuple[int, int, int, list[str]]] = {
 }
 
 
-def write_prompts(folder: Path) -> None:
-    """Prompts of equal length."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    text = "seven " * WORDS
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"{number % 10} {text}"}],
-            "data_source": "memory",
-            "reward_model": {"style": "rule", "ground_truth": "7"},
-            "extra_info": {"index": number},
-        }
-        for number in range(16)
-    ]
+def write_files(folder: Path) -> None:
+    """Files that the checks look for; their rows are never read."""
     for name in ("train", "test"):
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
-    (folder / "reward.py").write_text(
-        "def compute_score(solution_str, **_):\n    return float(len(solution_str) % 7)\n"
-    )
-
-
-def prompt_tokens(model: Path, folder: Path) -> int:
-    """Tokens of the prompts, all of which are as long."""
-    import pyarrow.parquet as pq
-    from transformers import AutoTokenizer
-
-    prompts = pq.read_table(folder / "train.parquet").column("prompt").to_pylist()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    lengths = [
-        len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
-        for prompt in prompts
-    ]
-    return max(lengths)
+        (folder / f"{name}.parquet").write_text("", encoding="utf-8")
 
 
 def overrides(args: argparse.Namespace, folder: Path, name: str) -> list[str]:
@@ -80,10 +51,8 @@ def overrides(args: argparse.Namespace, folder: Path, name: str) -> list[str]:
         f"data.train_files={folder}/train.parquet",
         f"data.val_files={folder}/test.parquet",
         f"data.train_batch_size={prompts}",
-        f"data.max_prompt_length={prompt_tokens(args.model, folder)}",
+        f"data.max_prompt_length={args.prompt}",
         f"data.max_response_length={tokens}",
-        f"reward.custom_reward_function.path={folder}/reward.py",
-        "reward.num_workers=1",
         f"{MODEL}.path={args.model}",
         f"{ACTOR}.ppo_mini_batch_size={prompts}",
         f"{ACTOR}.use_dynamic_bsz=true",
@@ -98,10 +67,6 @@ def overrides(args: argparse.Namespace, folder: Path, name: str) -> list[str]:
         "trainer.device=cpu",
         "trainer.n_gpus_per_node=1",
         "trainer.logger=[file]",
-        "trainer.total_training_steps=2",
-        "trainer.val_before_train=false",
-        "trainer.plots=false",
-        f"trainer.default_local_dir={folder}/{name.replace(' ', '_')}",
         *more,
     ]
 
@@ -115,24 +80,27 @@ def foretold(command: list[str]) -> dict[str, dict[str, int]]:
     return {role: devices[name] for role, name in ROLES.items()}
 
 
-def measured(args: argparse.Namespace, root: Path, command: list[str]) -> dict[str, int]:
-    """Role -> highest resident bytes without those of the imports."""
-    notes = Path(tempfile.mkdtemp(dir=root, prefix="notes"))
+def measured(args: argparse.Namespace, root: Path, role: str, command: list[str]) -> int:
+    """Highest resident bytes of a process without those of its imports."""
+    out = root / f"{role}.json"
     path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "RLFLOW_MEMORY_PROBE": str(notes), "RAY_ADDRESS": "local"}
-    probe = f"{MODEL}.external_lib=plan_memory_probe"
-    start([sys.executable, "-m", "rlflow.trainer.main_ppo", *command, probe], env, notes / "run.log", args.timeout)
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in notes.glob("*.json")]
-    return {role: max(one["peak"] - one["imports"] for one in found if one["role"] == role) for role in ROLES}
+    env = {**os.environ, "PYTHONPATH": path, "RLFLOW_DEVICE": "cpu"}
+    start(
+        [sys.executable, str(HERE / "plan_memory_sides.py"), role, str(out), *command], env, root / "log", args.timeout
+    )
+    found = json.loads(out.read_text(encoding="utf-8"))
+    return int(found["peak"] - found["imports"])
 
 
 def compare(args: argparse.Namespace, root: Path, name: str) -> list[dict[str, Any]]:
     """One row a process of a setting."""
     command = overrides(args, root, name)
-    plan, real = foretold(command), measured(args, root, command)
+    plan = foretold(command)
+    real = {role: measured(args, root, role, command) for role in ROLES}
     rows = []
     for role in ROLES:
-        phase, size = max(plan[role].items(), key=lambda item: item[1])
+        phase = PHASES[role]
+        size = plan[role][phase]
         error = size / real[role] - 1
         rows.append(
             {"setting": name, "process": role, "phase": phase, "plan": size, "measured": real[role], "error": error}
@@ -147,6 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Memory of the plan beside that of real processes.")
     parser.add_argument("--model", type=Path, required=True, help="folder of a small causal LM")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: all")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default: 128)")
     parser.add_argument("--tokens", type=int, default=4096, help="token budget of a forward (default: 4096)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a run may take (default: 300)")
     parser.add_argument("--json", type=Path, help="write the rows there")
@@ -155,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     args.model = args.model.expanduser().resolve()
     with tempfile.TemporaryDirectory(prefix="rlflow_memory_") as folder:
         root = Path(folder)
-        write_prompts(root)
+        write_files(root)
         try:
             rows = [row for name in args.settings for row in compare(args, root, name)]
         except SideFailed as failure:

@@ -114,9 +114,9 @@ def show_text(overrides: list[str], node: str = "") -> str:
 
     from rlflow.config.describe import describe
     from rlflow.config.overrides import compose_config
-    from rlflow.utils.redact import redact, remember_secrets
+    from rlflow.utils.redact import redact, remember_arguments
 
-    remember_secrets(dict(text.split("=", 1) for text in overrides if "=" in text))
+    remember_arguments(overrides)
     config = compose_config(overrides)
     try:
         part = OmegaConf.select(config, node) if node else config

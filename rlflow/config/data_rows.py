@@ -24,9 +24,8 @@ def _rows_of(file: Path) -> int | None:
         if file.suffix == ".jsonl":
             with file.open("rb") as lines:
                 return sum(1 for line in lines if line.strip())
-        import pyarrow
         import pyarrow.parquet as pq
 
         return int(pq.read_metadata(file).num_rows)
-    except (OSError, pyarrow.ArrowInvalid):
+    except (OSError, ValueError):  # pyarrow's error of a broken file is a ValueError
         return None

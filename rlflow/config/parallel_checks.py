@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from rlflow.workers.rollout.capabilities import CAPABILITIES
+
 if TYPE_CHECKING:
     from rlflow.config.checks import TypedConfig
 
@@ -61,7 +63,8 @@ def _replicas(c: TypedConfig, ranks: int) -> list[str]:
             for name in wrong
         ]
     devices = math.prod(sizes.values())
-    if rollout.name == "hf" or ranks < 1 or ranks % devices == 0:
+    row = CAPABILITIES.get(rollout.name)  # an unknown engine has been named by another check
+    if row is None or not row.tensor_parallel or ranks < 1 or ranks % devices == 0:
         return []
     tensor, others = sizes["tensor_model"], devices // sizes["tensor_model"]
     fitting = max((n for n in range(1, ranks + 1) if n <= tensor and ranks % (n * others) == 0), default=1)

@@ -17,7 +17,7 @@ from rlflow.trainer.interrupt import Interrupted, SignalGuard, guarded
 from rlflow.utils.errors import ConfigError, DataError, DeadlineError, RlflowError
 from rlflow.utils.processes import MARK_ENV
 from rlflow.utils.ray_utils import cluster_to_join, ray_get
-from rlflow.utils.redact import protect_process, redact_text
+from rlflow.utils.redact import protect_process, redact_text, remember_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ def _main(overrides: list[str]) -> int:
         from rlflow.trainer.plan.command import print_plan
 
         return print_plan(overrides)
+    remember_arguments(overrides)
     try:
         config = prepare_config(overrides)
     except (ConfigError, DataError) as error:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -97,6 +97,11 @@ def remember_secrets(container: Any = None, environment: Mapping[str, str] | Non
     if _remembered:
         # Longest first: one secret may begin with another.
         _pattern = re.compile("|".join(map(re.escape, sorted(_remembered, key=len, reverse=True))))
+
+
+def remember_arguments(arguments: Iterable[str]) -> None:
+    """The same for a command line of `key=value`, and for the environment: call it before anything of it is quoted."""
+    remember_secrets(dict(text.split("=", 1) for text in arguments if "=" in text))
 
 
 def protect_process(config: Any = None) -> None:

@@ -243,7 +243,9 @@ def problem_of(words: list[str], extras: dict[str, Any]) -> str | None:
 
 def command_line_problem(module: str, rest: list[str]) -> str | None:
     if module == "rlflow.trainer.main_ppo":
-        return next((f"no option {o}" for o in options_of(rest) if o not in ("--cfg", "--help")), None)
+        return next(
+            (f"no option {o}" for o in options_of(rest) if o not in ("--cfg", "--help", "--plan", "--json")), None
+        )
     if module in ("rlflow.cli", "rlflow.model_merger"):
         command = next((word for word in rest if not word.startswith("-")), None)
         if module == "rlflow.model_merger":
@@ -255,7 +257,10 @@ def command_line_problem(module: str, rest: list[str]) -> str | None:
         from rlflow.cli.main import build_parser
 
         choices = build_parser(command)._subparsers._group_actions[0].choices  # type: ignore[union-attr, index]
-        return parser_problem(choices[command].format_help(), rest)
+        help_text = choices[command].format_help()
+        for group in choices[command]._subparsers._group_actions if choices[command]._subparsers else ():
+            help_text += "".join(verb.format_help() for verb in group.choices.values())
+        return parser_problem(help_text, rest)
     return None
 
 

@@ -38,7 +38,7 @@ def find_changes(config: Any, overrides: Sequence[str] | None = None) -> list[Ch
     from rlflow.utils.redact import redact
 
     def leaves(tree: Any) -> dict[str, Any]:
-        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
+        plain: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
         return dict(_leaves(redact(plain)))
 
     engine = config.get("model_engine") or "dp"

@@ -17,11 +17,11 @@ def print_plan(arguments: Sequence[str], as_json: bool = False) -> int:
     from rlflow.trainer.plan import make_plan
     from rlflow.trainer.plan.text import render_plan
     from rlflow.utils.errors import ConfigError, DataError
-    from rlflow.utils.redact import redact_text, remember_secrets
+    from rlflow.utils.redact import redact_text, remember_arguments
 
     as_json = as_json or "--json" in arguments
     overrides = [text for text in arguments if text not in ("--plan", "--json")]
-    remember_secrets(dict(text.split("=", 1) for text in overrides if "=" in text))
+    remember_arguments(overrides)
     try:
         plan = make_plan(overrides)
     except (ConfigError, DataError) as error:

@@ -18,7 +18,7 @@ from typing import Any
 from rlflow.config.critic import need_critic
 from rlflow.trainer.plan.batches import micro_batch_tokens, uses_lora
 from rlflow.trainer.plan.model_size import ModelSize, model_size
-from rlflow.trainer.plan.placement import has_reference
+from rlflow.trainer.plan.placement import devices_a_replica, has_reference
 
 Parts = dict[str, int]
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
@@ -47,11 +47,15 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Estimates; `devices` is empty and `unknown` says why where the model's shapes are not known."""
+    """Estimates; `devices` is empty and `unknown` says why where the model's shapes are not known.
+
+    `remark`: what an engine decides for itself.
+    """
 
     devices: list[DeviceMemory] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)
     unknown: str = ""
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,13 @@ def plan_memory(config: Any) -> MemoryPlan:
     ranks = int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes)
     if config.trainer.device == "cpu":
         devices = [DeviceMemory("trainer process", ranks, trainer), DeviceMemory("rollout server", ranks, server)]
-        return MemoryPlan(devices, parameters)
+        return MemoryPlan(devices, parameters, remark=_remark(config))
     beside = {"server weights": server["rollout"]["weights"]}
     phases = {phase: {**parts, **beside} for phase, parts in trainer.items()}
     phases["rollout"] = {**resident, **{f"server {name}": part for name, part in server["rollout"].items()}}
-    return MemoryPlan([DeviceMemory("GPU (trainer and rollout server)", ranks, phases)], parameters)
+    return MemoryPlan(
+        [DeviceMemory("GPU (trainer and rollout server)", ranks, phases)], parameters, remark=_remark(config)
+    )
 
 
 def _actor(config: Any, size: ModelSize) -> _Trained:
@@ -175,8 +181,16 @@ def _reference(config: Any, size: ModelSize) -> int:
     return size.parameters * _BYTES.get(str(engine.model_dtype or "bf16"), 2) // _shards(config, engine)
 
 
+def _remark(config: Any) -> str:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "hf":
+        return ""
+    share = f"gpu_memory_utilization={rollout.gpu_memory_utilization} of each device"
+    return f"{rollout.name} sizes its cache itself ({share}); the figures are what the embedded engine would take"
+
+
 def _server(config: Any, size: ModelSize) -> dict[str, Parts]:
-    """Phases of a rollout server of the embedded engine."""
+    """Phases of a rollout server, with the cache of the embedded engine."""
     from rlflow.utils.device import cpu_has_slow_bf16
 
     rollout, on_cpu = config.actor_rollout_ref.rollout, config.trainer.device == "cpu"
@@ -192,7 +206,7 @@ def _server(config: Any, size: ModelSize) -> dict[str, Parts]:
     cache = running * longest * size.kv_values * computed
     cache = min(cache, _cache_limit(rollout, replicas))
     prefill = min(int(rollout.max_num_batched_tokens), running * int(rollout.prompt_length))
-    weights = size.parameters * computed
+    weights = size.parameters * computed // devices_a_replica(config)
     return {
         "rollout": {
             "weights": weights,

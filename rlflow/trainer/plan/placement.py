@@ -10,9 +10,6 @@ from typing import Any
 from rlflow.config.critic import need_critic
 from rlflow.trainer.plan.batches import uses_lora
 
-# The embedded engine serves one replica a device.
-_EMBEDDED = "hf"
-
 
 @dataclass(frozen=True)
 class ProcessGroup:
@@ -105,6 +102,16 @@ def has_reference(config: Any) -> bool:
     return need_reference_policy(config) and not uses_lora(config)
 
 
+def devices_a_replica(config: Any) -> int:
+    """Devices of one rollout replica; an engine that does not split a model serves from one."""
+    from rlflow.workers.rollout.capabilities import CAPABILITIES
+
+    rollout = config.actor_rollout_ref.rollout
+    if not CAPABILITIES[rollout.name].tensor_parallel:
+        return 1
+    return int(rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size * rollout.data_parallel_size)
+
+
 def _processes(config: Any, pools: dict[str, list[int]]) -> list[ProcessGroup]:
     rollout, device = config.actor_rollout_ref.rollout, str(config.trainer.device)
     ranks = sum(pools["global_pool"])
@@ -116,8 +123,7 @@ def _processes(config: Any, pools: dict[str, list[int]]) -> list[ProcessGroup]:
     groups = [ProcessGroup(f"trainer ({' + '.join(roles)})", ranks, place)]
     if "ref_pool" in pools:
         groups.append(ProcessGroup("reference", sum(pools["ref_pool"]), f"{device}, ref_pool"))
-    split = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size * rollout.data_parallel_size
-    devices = 1 if rollout.name == _EMBEDDED else int(split)
+    devices = devices_a_replica(config)
     each = f"{devices} devices each" if devices > 1 else "beside the trainer"
     groups.append(ProcessGroup(f"rollout server ({rollout.name})", max(1, ranks // devices), f"{place}, {each}"))
     if config.reward.reward_model.enable:

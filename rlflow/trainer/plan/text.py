@@ -92,7 +92,7 @@ def _memory(memory: MemoryPlan, placement: Placement) -> list[str]:
     if memory.unknown:
         return [f"unknown: {memory.unknown}"]
     counts = ", ".join(f"{name} {count / 1e6:.0f} million" for name, count in memory.parameters.items())
-    lines = [f"parameters: {counts}"]
+    lines = [f"parameters: {counts}", *([memory.remark] if memory.remark else [])]
     for device in memory.devices:
         rows = [(f"{device.name} (x {device.count})", "")]
         for phase, parts in device.phases.items():

@@ -132,7 +132,9 @@ def test_the_main_job_prints_the_plan_and_starts_nothing(
         make_plan(["trainer.total_epoch=3"])
 
 
-@pytest.mark.parametrize("flags", [["--plan"], ["--plan", "--json"], ["--plan", "trainer.n_gpus_per_node=0"]])
+@pytest.mark.parametrize(
+    "flags", [["--plan"], ["--plan", "--json"], ["--plan", "trainer.n_gpus_per_node=0"], ["trainer.n_gpus_per_node=0"]]
+)
 def test_no_secret_is_printed(
     command: list[str], flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
