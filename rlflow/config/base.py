@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -11,6 +10,7 @@ from rlflow.config.wrong_type import wrong_type
 from rlflow.utils.errors import ConfigError
 
 T = TypeVar("T")
+_SCHEMAS: dict[type, Any] = {}
 
 
 class MissingConfigKeyError(AttributeError, KeyError):
@@ -51,12 +51,13 @@ class BaseConfig(Mapping):
         return len(dataclasses.fields(self))
 
 
-@functools.cache
 def _schema(dataclass_type: type) -> Any:
     """The types and defaults of a dataclass; made once, since a large one takes a tenth of a second. Never changed."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.structured(dataclass_type)
+    if dataclass_type not in _SCHEMAS:
+        _SCHEMAS[dataclass_type] = OmegaConf.structured(dataclass_type)
+    return _SCHEMAS[dataclass_type]
 
 
 def omega_conf_to_dataclass(config: Any, dataclass_type: type[T]) -> T:

@@ -81,7 +81,8 @@ _KEY = re.compile(r"([+~]{0,2})([\w.@/-]+)(.*)", re.DOTALL)
 
 def renamed(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """The overrides with keys of this tree, and a notice for each that was rewritten."""
-    texts, notices = [], []
+    texts: list[str] = []
+    notices: list[str] = []
     for text in overrides:
         match = _KEY.fullmatch(text)
         key = match[2] if match else ""
