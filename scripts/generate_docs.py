@@ -186,6 +186,20 @@ def default_cell(value: Any, node: str, path: str) -> str:
     return code(str(value))
 
 
+def key_rules(state: str) -> str:
+    """Patterns of the keys of one state, with the reason and what to set in their place."""
+    from rlflow.config.key_rules import RULES
+
+    rows: dict[tuple[str, str], list[str]] = {}
+    for rule in RULES:
+        if rule.state == state:
+            engines = f" (honoured by {', '.join(rule.honoured_by)})" if rule.honoured_by else ""
+            rows.setdefault((f"{rule.why}{engines}", rule.instead), []).append(code(rule.pattern))
+    if state == "inert":
+        return table(("keys", "why"), [[", ".join(keys), why] for (why, _), keys in rows.items()])
+    return table(("keys", "feature", "instead"), [[", ".join(keys), *texts] for texts, keys in rows.items()])
+
+
 # --- markdown ---------------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +223,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "live-table": live_table,
     "engines": engines,
     "config": config_reference,
+    "keys-inert": partial(key_rules, "inert"),
+    "keys-unbuilt": partial(key_rules, "unbuilt"),
     **metric_parts(),
 }
 

@@ -10,6 +10,7 @@ from rlflow.config.wrong_type import wrong_type
 from rlflow.utils.errors import ConfigError
 
 T = TypeVar("T")
+_SCHEMAS: dict[type, Any] = {}
 
 
 class MissingConfigKeyError(AttributeError, KeyError):
@@ -50,6 +51,15 @@ class BaseConfig(Mapping):
         return len(dataclasses.fields(self))
 
 
+def _schema(dataclass_type: type) -> Any:
+    """The types and defaults of a dataclass; made once, since a large one takes a tenth of a second. Never changed."""
+    from omegaconf import OmegaConf
+
+    if dataclass_type not in _SCHEMAS:
+        _SCHEMAS[dataclass_type] = OmegaConf.structured(dataclass_type)
+    return _SCHEMAS[dataclass_type]
+
+
 def omega_conf_to_dataclass(config: Any, dataclass_type: type[T]) -> T:
     """The typed form of a config node.
 
@@ -68,7 +78,7 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[T]) -> T:
     plain = config
     try:
         plain = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
-        merged = OmegaConf.merge(OmegaConf.structured(dataclass_type), plain or {})
+        merged = OmegaConf.merge(_schema(dataclass_type), plain or {})
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         prefix = config._get_full_key(None) if OmegaConf.is_config(config) else ""

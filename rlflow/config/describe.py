@@ -58,7 +58,8 @@ def describe(key: str, model_engine: str = "", config_name: str = "ppo_trainer")
     Raises:
         ConfigError: the tree has no such key; the nearest ones are named.
     """
-    engines = (model_engine,) if model_engine else ENGINES
+    variants = ENGINES if config_name == "ppo_trainer" else ENGINES[:1]
+    engines = (model_engine,) if model_engine else variants
     for engine in engines:
         tree = keys_of(config_name, engine)
         if key in tree:
@@ -106,7 +107,8 @@ def keys_of(config_name: str = "ppo_trainer", model_engine: str = "dp") -> dict[
 
     from rlflow.config.overrides import compose_config
 
-    choice = [f"model_engine={model_engine}"] if config_name == "ppo_trainer" else []
+    # Without a choice where it is the default one: that tree is composed in any case, and kept.
+    choice = [] if model_engine == ENGINES[0] else [f"model_engine={model_engine}"]
     return dict(_walk(OmegaConf.to_container(compose_config(choice, config_name), resolve=False)))
 
 

@@ -72,17 +72,26 @@ OVER_ALL_RANKS: dict[str, str] = {
     "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
     "critic.forward_micro_batch_size": "critic.forward_micro_batch_size_per_gpu",
 }
+# A switch -> what it stood for when it was on.
+_SWITCHES: dict[str, tuple[str, ...]] = {
+    "trainer.remove_previous_ckpt_in_save": ("trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=1"),
+}
 _KEY = re.compile(r"([+~]{0,2})([\w.@/-]+)(.*)", re.DOTALL)
 
 
 def renamed(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """The overrides with keys of this tree, and a notice for each that was rewritten."""
-    texts, notices = [], []
+    texts: list[str] = []
+    notices: list[str] = []
     for text in overrides:
         match = _KEY.fullmatch(text)
         key = match[2] if match else ""
         old = next((old for old in RENAMED if key == old or (old.endswith(".") and key.startswith(old))), None)
-        if match and old is not None:
+        if match and key in _SWITCHES:
+            on = match[3].strip(" =").lower() == "true"
+            texts += _SWITCHES[key] if on else ()
+            notices.append(f"{key} is now {' '.join(_SWITCHES[key]) if on else 'left out: it is off'}")
+        elif match and old is not None:
             new = RENAMED[old] + key[len(old) :]
             texts.append(f"{match[1]}{new}{match[3]}")
             notices.append(f"{key} is now {new}")
@@ -117,12 +126,12 @@ def move_old_keys(config: Any) -> list[str]:
             new, moved = _target(config, key, value, problems)
             if new is None:
                 continue
-            if new in given and given[new] != moved:
+            if new != key and new in given and given[new] != moved:
                 problems.append(f"{key}={value} and {new}={given[new]}: You have set both.\n    try:    {new} alone")
                 continue
-            OmegaConf.update(config, new, moved, force_add=True)
             OmegaConf.update(config, key, defaults[key])
-            each = "" if moved == value else f"={moved}, for each process"
+            OmegaConf.update(config, new, moved, force_add=True)
+            each = "" if moved == value else f"={moved}" if new == key else f"={moved}, for each process"
             notices.append(f"{key}={value} is an old place: it counts as {new}{each}")
         _choose_importlib(config, given)
     if problems:
@@ -138,6 +147,8 @@ def _target(config: Any, key: str, value: Any, problems: list[str]) -> tuple[str
         return key.replace("reward_model.rollout.", f"{_SCORER}.rollout.", 1), value
     if key in OVER_ALL_RANKS and value is not None:
         return OVER_ALL_RANKS[key], _for_each(config, key, value, problems)
+    if key == f"{_ROLLOUT}.load_format" and str(value).startswith("dummy_"):
+        return key, "dummy"
     new = MOVED.get(key) or OTHER_PLACES.get(key)
     return (None, None) if new is None else (new, value)
 

@@ -118,7 +118,7 @@ def _judged(overrides: Sequence[str], config_name: str) -> tuple[list[Any], tupl
         except HydraException as error:
             problems.append(OverrideProblem(unreadable(text, str(error).splitlines()[0]), (text.partition("=")[0],)))
     # Group choices decide which keys exist, so they are applied before the others are judged.
-    choices = [one for one in parsed if _is_group(one.get_key_element()) and not one.is_delete()]
+    choices = [one for one in parsed if _is_choice(one) and not one.is_delete()]
     groups = tuple(str(one.input_line) for one in choices)
     try:
         config, known = _defaults(config_name, groups), _known(config_name, groups)
@@ -151,9 +151,12 @@ def _problem_of(key: str, override: Any, known: Set[str], config: Any) -> Overri
     return OverrideProblem(text, (key,)) if text else None
 
 
-def _is_group(key: str) -> bool:
-    """A choice of a file: `model_engine=...`, or `group@node=...`."""
-    return "@" in key or key.lstrip("~+") == "model_engine"
+def _is_choice(override: Any) -> bool:
+    """A choice of a file: `model_engine=dp`, `group@node=file`, or `group=file` where the node has the group's name."""
+    key, value = override.get_key_element().lstrip("~+"), override.value()
+    return (
+        "@" in key or key == "model_engine" or (isinstance(value, str) and (FOLDER / key / f"{value}.yaml").is_file())
+    )
 
 
 def _other_choice(groups: Sequence[str]) -> str:

@@ -177,3 +177,11 @@ def test_a_command_line_in_old_words_is_prepared_with_a_notice_for_each(files: l
     text = "\n".join(notices)
     assert "hydra.run.dir has no effect" in text and "data.truncation has no effect" in text
     assert "custom_reward_function.path" in text
+
+
+def test_switches_and_values_of_older_versions() -> None:
+    texts, notices = renamed(["trainer.remove_previous_ckpt_in_save=True"])
+    assert texts == ["trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=1"] and len(notices) == 1
+    assert renamed(["+trainer.remove_previous_ckpt_in_save=false"])[0] == []
+    config, notices = moved(f"{ROLLOUT}.load_format=dummy_dtensor")
+    assert config.actor_rollout_ref.rollout.load_format == "dummy" and "=dummy" in notices[0]

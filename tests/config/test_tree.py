@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from rlflow.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from rlflow.config.describe import keys_of
+from rlflow.config.job import RayKwargsConfig
 from rlflow.config.key_states import matches
+from rlflow.config.other_jobs import EvaluationDataConfig, EvaluationFunctionConfig, SFTDataConfig, SFTTrainerConfig
 from rlflow.config.overrides import compose_config
 from rlflow.config.tree import MEGATRON_NODES, TYPED_NODES
 
@@ -95,3 +98,28 @@ def test_yaml_and_dataclass_have_the_same_keys_and_defaults(node: str, kind: typ
     if node == "trainer":
         typed["default_local_dir"] = tree["default_local_dir"]  # made of two other keys
     assert tree == typed
+
+
+@pytest.mark.parametrize(
+    ("tree", "node", "kind"),
+    [
+        ("sft_trainer", "data", SFTDataConfig),
+        ("sft_trainer", "trainer", SFTTrainerConfig),
+        ("sft_trainer", "model", HFModelConfig),
+        ("sft_trainer", "engine", FSDPEngineConfig),
+        ("sft_trainer", "optim", FSDPOptimizerConfig),
+        ("sft_trainer_engine", "data", SFTDataConfig),
+        ("evaluation", "data", EvaluationDataConfig),
+        ("evaluation", "custom_reward_function", EvaluationFunctionConfig),
+        ("evaluation", "ray_kwargs", RayKwargsConfig),
+    ],
+)
+def test_trees_of_other_jobs_have_types_too(tree: str, node: str, kind: type) -> None:
+    config = compose_config([], tree)
+    found: Any = OmegaConf.to_container(OmegaConf.select(config, node), resolve=True)
+    assert found == OmegaConf.to_container(OmegaConf.structured(kind))
+
+
+def test_generation_is_the_tree_of_the_main_job_with_a_place_for_the_answers() -> None:
+    extra = set(keys_of("generation")) ^ set(keys_of("ppo_trainer"))
+    assert extra == {"data.output_path"}

@@ -38,7 +38,7 @@ def nav_pages(entry: Any) -> list[str]:
 
 def test_the_navigation_has_every_page_once() -> None:
     pages = nav_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    assert sorted(pages) == sorted(path.name for path in DOCS.glob("*.md"))
+    assert sorted(pages) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
 @pytest.mark.parametrize("start", ["README.md", "docs/index.md"])
@@ -168,7 +168,8 @@ def test_keys_in_the_text_exist(pages: ModuleType, is_key: Callable[[str], bool]
     """`trainer.save_freq`, `actor.clip_ratio=0.3` and the like, outside command lines."""
     wrong = []
     for page in pages.PAGES:
-        for text in pages.inline_code(page):
+        # The reference is made from the tree, and names keys from their node on.
+        for text in () if page.name == "config_reference.md" else pages.inline_code(page):
             match = re.fullmatch(r"(\w+)((?:\.\w+)+)(=.*)?", text)
             if match is None or match[2] in (".pt", ".py", ".json", ".jsonl", ".yaml", ".md", ".load", ".pdf"):
                 continue

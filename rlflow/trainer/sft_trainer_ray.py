@@ -1,0 +1,22 @@
+"""`python -m rlflow.trainer.sft_trainer_ray`: supervised fine-tuning on Ray. not in this version."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rlflow.trainer.not_built import refuse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Say so. Returns the exit code."""
+    return refuse(
+        "supervised fine-tuning on Ray",
+        "sft_trainer",
+        "another trainer for it; its model folder goes into actor_rollout_ref.model.path",
+        arguments,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
