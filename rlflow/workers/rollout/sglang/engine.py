@@ -210,6 +210,7 @@ class SGLangEngine:
         if engine is not None:
             self._thread.submit(engine.shutdown).result(timeout=CONTROL_TIMEOUT_S)
             self._thread.shutdown(wait=False)
+            multiprocessing.active_children()  # takes note of those that ended: no zombies are left
         for reply in self._replies:
             reply.close()
         self._replies = []
