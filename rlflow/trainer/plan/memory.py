@@ -105,6 +105,9 @@ def _actor(config: Any, size: ModelSize) -> _Trained:
     update, resident = _training(config, node, node.fsdp_config, size, trained)
     tokens = micro_batch_tokens(config, node, "fsdp_config")
     update["activations"] = _activations(size, model, node.fsdp_config, tokens)
+    update["gradients on their way"] = _passing(size, node.fsdp_config, tokens)
+    if size.tied and trained == size.parameters:  # the head and the embedding each make a gradient of their matrix
+        update["gradients on their way"] += size.vocab * size.hidden * _BYTES.get(str(node.fsdp_config.dtype), 2)
     update["logits"] = _logits(config, node.fsdp_config, size, tokens, head_trains=trained == size.parameters)
     return _Trained(resident, update)
 
@@ -113,7 +116,9 @@ def _critic(config: Any, size: ModelSize) -> _Trained:
     """A value head has one output: there are no logits."""
     node = config.critic
     update, resident = _training(config, node, node.fsdp, size, size.parameters)
-    update["activations"] = _activations(size, node.model, node.fsdp, micro_batch_tokens(config, node, "fsdp"))
+    tokens = micro_batch_tokens(config, node, "fsdp")
+    update["activations"] = _activations(size, node.model, node.fsdp, tokens)
+    update["gradients on their way"] = _passing(size, node.fsdp, tokens)
     return _Trained(*({f"critic {name}": part for name, part in parts.items()} for parts in (resident, update)))
 
 
@@ -151,6 +156,11 @@ def _activations(size: ModelSize, model: Any, engine: Any, tokens: int) -> int:
     if model.enable_gradient_checkpointing:
         return size.layers * tokens * size.hidden * computed + layer
     return size.layers * layer
+
+
+def _passing(size: ModelSize, engine: Any, tokens: int) -> int:
+    """Gradients of what one layer kept, while the backward is in it."""
+    return tokens * size.saved_values_of_a_layer * _BYTES.get(str(engine.dtype), 2)
 
 
 def _sent(config: Any, size: ModelSize) -> Parts:
