@@ -302,7 +302,9 @@ def one_thread_count(batch: list[list[int]], config: Any, args: argparse.Namespa
     try:
         for side in sides:  # kernels, memory and caches of all sides are warm before the first round
             side.run(batch[:SAMPLES], 1, 2)
-        for label, part, samples in (("distinct", batch, 1), ("n=8", batch[: args.requests // SAMPLES], SAMPLES)):
+        works = {"distinct": (batch, 1), "n=8": (batch[: args.requests // SAMPLES], SAMPLES)}
+        for label in args.works:
+            part, samples = works[label]
             say(f"{label}: {len(part)} prompts x {samples}")
             speeds = results[label] = measure(sides, part, samples, args)
             for side in sides[1:]:
@@ -339,6 +341,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="Python of an environment with vllm: measured beside ours")
     parser.add_argument("--vllm-dtypes", nargs="+", default=["bfloat16", "float32"], help="a side for each")
     parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
+    parser.add_argument("--works", nargs="+", choices=list(GOALS), default=list(GOALS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--kv-cache-gb", type=float, default=2.0)
     parser.add_argument("--server", action="store_true", help="also through a server process, and a weight sync")
