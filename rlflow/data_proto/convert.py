@@ -20,7 +20,7 @@ def parts_of(
     whole = tu.non_tensor_dict(data)
     stacks = {key: value for key, value in data.items() if isinstance(value, NonTensorStack)}
     arrays = {str(key): object_array(tu.unwrap_non_tensor_data(value)) for key, value in stacks.items()}
-    names = [key for key in data.keys() if key not in whole and key not in stacks]
+    names = [str(key) for key in data.keys() if key not in whole and key not in stacks]
     # Rows without any tensor or object still are rows.
     batch = tu.get_keys(data, names) if tu.is_batched(data) and (names or not arrays) else None
     refuse_conflicts("meta_info", whole, meta_info)

@@ -90,7 +90,8 @@ def concat_columns(parts: Sequence[DataProto]) -> tuple[TensorDict | None, dict[
                 f"batch {i} ({len(part)} rows) and batch 0 ({len(first)} rows) differ in {sorted(odd) or 'batch'}; "
                 "rows can only be joined when both have them"
             )
-    batch = None if first.batch is None else tu.concat_tensordict([part.batch for part in parts])
+    batches = [part.batch for part in parts if part.batch is not None]
+    batch = tu.concat_tensordict(batches) if batches else None
     arrays = {}
     for name in first.non_tensor_batch:
         columns = [part.non_tensor_batch[name] for part in parts]

@@ -163,6 +163,8 @@ def _read(entry: Mapping[str, Any], buffers: Any, opaque: Any) -> Any:
 
 def _tensor(buffer: Buffer, dtype: str, shape: Sequence[int]) -> Tensor:
     flat = np.frombuffer(buffer, np.uint8)
+    if not len(flat):
+        return torch.empty([max(size, 0) for size in shape], dtype=getattr(torch, dtype))
     # Read-only bytes are somebody else's (a message in Ray's memory); others may begin where no number may.
     return torch.from_numpy(flat.copy()).view(getattr(torch, dtype)).reshape(list(shape))
 
