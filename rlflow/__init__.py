@@ -3,10 +3,10 @@
 Importing the package is cheap: neither torch nor Ray is loaded here.
 """
 
+import importlib as _importlib
 from typing import Any
 
 from rlflow.compat import install as _install_compat
-from rlflow.compat import missing as _missing
 
 __version__ = "0.1.0"
 
@@ -14,4 +14,6 @@ _install_compat()
 
 
 def __getattr__(name: str) -> Any:
-    raise _missing(__name__, name)
+    if name == "DataProto":
+        return _importlib.import_module("rlflow.data_proto").DataProto
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

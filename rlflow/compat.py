@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from rlflow.compat_paths import ALIASES, FACADES, MISSING_NAMES, UNBUILT
+from rlflow.compat_paths import ALIASES, FACADES, UNBUILT
 
 REFERENCE, OURS = "verl", "rlflow"
 _PATHS = {**ALIASES, **dict.fromkeys(FACADES, ""), **dict.fromkeys(UNBUILT, "")}
@@ -33,13 +33,6 @@ PARENTS = {".".join(name.split(".")[:count]) for name in _PATHS for count in ran
 def our_name(name: str) -> str:
     """A dotted name with this package in the place of the reference's; any other name as it is."""
     return OURS + name[len(REFERENCE) :] if name == REFERENCE or name.startswith(f"{REFERENCE}.") else name
-
-
-def missing(module: str, name: str) -> Exception:
-    """The error for a name that a module of ours does not have; one that the reference has there says what to use."""
-    if name in MISSING_NAMES:  # an AttributeError would be turned into "cannot import name"
-        return ImportError(f"{module} has no {name}: {MISSING_NAMES[name]}")
-    return AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 class _AliasLoader(importlib.abc.Loader):

@@ -92,8 +92,3 @@ UNBUILT: dict[str, str] = {
     "rlflow.workers.megatron_workers": "the Megatron engine",
     "rlflow.workers.utils.padding": "these conversions; rows are jagged tensors (rlflow.utils.nested)",
 }
-# Names that users import from the package itself, or from a module of ours that has another class in their place.
-MISSING_NAMES: dict[str, str] = {
-    "DataProto": "batches are TensorDicts here (rlflow.utils.tensordict_utils); a worker method gets and returns one",
-    "DataProtoItem": "batches are TensorDicts here (rlflow.utils.tensordict_utils)",
-}

@@ -13,12 +13,12 @@ Invariants
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from rlflow.compat import missing
 from rlflow.utils.errors import ContractError
 from rlflow.utils.ray_utils import DEFAULT_TIMEOUT_S, ray_get
 
@@ -30,6 +30,12 @@ def is_tensordict(value: Any) -> bool:
     # A value of that type can only exist where its module is loaded; asking must not load it.
     module = sys.modules.get("tensordict")
     return module is not None and isinstance(value, module.TensorDictBase)
+
+
+def is_data_proto(value: Any) -> bool:
+    """Whether `value` is a `DataProto`."""
+    module = sys.modules.get("rlflow.data_proto.proto")
+    return module is not None and isinstance(value, module.DataProto)
 
 
 def is_ref(value: Any) -> bool:
@@ -71,7 +77,8 @@ def chunk(value: Any, n: int) -> list[Any]:
     """
     if not is_chunkable(value):
         raise ContractError(
-            f"a {type(value).__name__} cannot be split over workers. Pass a TensorDict, a KVBatchMeta or a Future; "
+            f"a {type(value).__name__} cannot be split over workers. Pass a TensorDict, a DataProto, a KVBatchMeta "
+            "or a Future; "
             "options travel inside the batch (NonTensorData, or KVBatchMeta.extra_info)."
         )
     if isinstance(value, Future):
@@ -212,5 +219,28 @@ def _only(values: list[Any]) -> Any:
     return values[0]
 
 
+# Names of `rlflow.data_proto` that can be imported from here; it needs torch, so it is loaded when one is asked for.
+DATA_PROTO_NAMES = frozenset(
+    {
+        "BatchData",
+        "DataProto",
+        "DataProtoConfig",
+        "DataProtoFuture",
+        "DataProtoItem",
+        "all_gather_data_proto",
+        "collate_fn",
+        "fold_batch_dim",
+        "list_of_dict_to_dict_of_list",
+        "pad_dataproto_to_divisor",
+        "unfold_batch_dim",
+        "union_numpy_dict",
+        "union_tensor_dict",
+        "unpad_dataproto",
+    }
+)
+
+
 def __getattr__(name: str) -> Any:
-    raise missing(__name__, name)
+    if name in DATA_PROTO_NAMES:
+        return getattr(importlib.import_module("rlflow.data_proto"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

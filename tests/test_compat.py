@@ -56,10 +56,13 @@ def test_a_name_of_a_path_that_is_not_built_says_what_is_missing(name: str) -> N
         module.Anything  # noqa: B018 - the look-up is the test
 
 
-@pytest.mark.parametrize("module", ["rlflow", "rlflow.protocol"])
-def test_names_of_another_way_say_what_to_use(module: str) -> None:
-    with pytest.raises(ImportError, match="TensorDict"):
-        exec(f"from {module} import DataProto", {})  # noqa: S102 - an import statement as users write it
+@pytest.mark.parametrize("module", ["rlflow", "rlflow.protocol", "verl", "verl.protocol"])
+def test_the_batch_of_the_older_surface_has_its_old_places(module: str) -> None:
+    from rlflow.data_proto import DataProto
+
+    namespace: dict[str, Any] = {}
+    exec(f"from {module} import DataProto", namespace)  # noqa: S102 - an import statement as users write it
+    assert namespace["DataProto"] is DataProto
     with pytest.raises(AttributeError, match="nothing"):
         importlib.import_module(module).nothing  # noqa: B018 - the look-up is the test
 

@@ -54,9 +54,16 @@ def _need_rows(data: TensorDict, verb: str) -> int:
     return data.batch_size[0]
 
 
-def index_select_tensor_dict(data: TensorDict, index: Index) -> TensorDict:
-    """Rows `index` in that order: integers (repeats and negatives allowed) or a bool mask of one entry a row."""
-    n = _need_rows(data, "select rows of")
+def row_index(index: Index, n: int) -> Tensor:
+    """What selects rows of a batch of `n`, as int64 [k] from 0 to n - 1.
+
+    Args:
+        index: integers (repeats and negatives allowed), or a bool mask of one entry a row.
+        n: rows of the batch.
+
+    Raises:
+        ContractError: an index outside the batch, or a mask of another length.
+    """
     idx = torch.as_tensor(index)
     if idx.dtype == torch.bool:
         if idx.shape != (n,):
@@ -65,7 +72,12 @@ def index_select_tensor_dict(data: TensorDict, index: Index) -> TensorDict:
     idx = idx.to(torch.int64).flatten()
     if idx.numel() and (int(idx.min()) < -n or int(idx.max()) >= n):
         raise ContractError(f"row indices {int(idx.min())}..{int(idx.max())} are outside a batch of {n} rows")
-    idx = torch.where(idx < 0, idx + n, idx)
+    return torch.where(idx < 0, idx + n, idx)
+
+
+def index_select_tensor_dict(data: TensorDict, index: Index) -> TensorDict:
+    """Rows `index` in that order: integers (repeats and negatives allowed) or a bool mask of one entry a row."""
+    idx = row_index(index, _need_rows(data, "select rows of"))
     order = idx.tolist()
     return _map_rows(
         data,
@@ -159,8 +171,9 @@ def union_tensor_dict(first: TensorDict, second: TensorDict) -> TensorDict:
     if first.batch_size != second.batch_size:
         raise ContractError(f"cannot unite batches of sizes {list(first.batch_size)} and {list(second.batch_size)}")
     for key in second.keys():
-        if key in first.keys() and not _equal(first.get(key), second.get(key)):
+        if key in first.keys() and not values_equal(first.get(key), second.get(key)):
             raise ContractError(f"{key} is in both batches with different values")
+    for key in second.keys():
         first.set(key, second.get(key))
     return first
 
@@ -185,6 +198,18 @@ def make_iterator(
         ContractError: the size does not divide, or an option that has no meaning here.
     """
     n = _need_rows(data, "iterate over")
+    orders = mini_batch_rows(n, mini_batch_size, epochs, seed, dataloader_kwargs)
+    return (index_select_tensor_dict(data, rows) for rows in orders)
+
+
+def mini_batch_rows(
+    n: int,
+    mini_batch_size: int,
+    epochs: int,
+    seed: int | None = None,
+    dataloader_kwargs: Mapping[str, Any] | None = None,
+) -> Iterator[Tensor]:
+    """The rows of each mini-batch that `make_iterator` yields of `n` rows; the same arguments and errors."""
     options = dict(dataloader_kwargs or {})
     shuffle = options.pop("shuffle", False)
     if options:
@@ -197,13 +222,12 @@ def make_iterator(
     else:
         generator.manual_seed(seed)
 
-    def batches() -> Iterator[TensorDict]:
+    def orders() -> Iterator[Tensor]:
         for _ in range(epochs):
             order = torch.randperm(n, generator=generator) if shuffle else torch.arange(n)
-            for rows in order.split(mini_batch_size):
-                yield index_select_tensor_dict(data, rows)
+            yield from order.split(mini_batch_size)
 
-    return batches()
+    return orders()
 
 
 def pad_to_divisor(data: TensorDict, divisor: int) -> tuple[TensorDict, int]:
@@ -246,11 +270,11 @@ def assert_tensordict_eq(first: TensorDict, second: TensorDict) -> None:
     if odd:
         raise AssertionError(f"only one of the batches has {odd}")
     for key in first.keys():
-        if not _equal(first.get(key), second.get(key)):
+        if not values_equal(first.get(key), second.get(key)):
             raise AssertionError(f"{key} differs: {first[key]!r} and {second[key]!r}")
 
 
-def _equal(first: Any, second: Any) -> bool:
+def values_equal(first: Any, second: Any) -> bool:
     """Deep equality of two values of a batch; NaN equals NaN."""
     first, second = unwrap_non_tensor_data(first), unwrap_non_tensor_data(second)
     if isinstance(first, Tensor) and isinstance(second, Tensor):
@@ -260,15 +284,15 @@ def _equal(first: Any, second: Any) -> bool:
             return (
                 ragged_dim(first) == ragged_dim(second)
                 and torch.equal(nested_lengths(first), nested_lengths(second))
-                and _equal(nested_values(first), nested_values(second))
+                and values_equal(nested_values(first), nested_values(second))
             )
         return first.shape == second.shape and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        return first.shape == second.shape and _equal(first.tolist(), second.tolist())
+        return first.shape == second.shape and values_equal(first.tolist(), second.tolist())
     if type(first) is not type(second):
         return False
     if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(_equal(first[k], second[k]) for k in first)
+        return first.keys() == second.keys() and all(values_equal(first[k], second[k]) for k in first)
     if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(_equal, first, second))
+        return len(first) == len(second) and all(map(values_equal, first, second))
     return bool(first == second or (first != first and second != second))

@@ -61,10 +61,13 @@ from rlflow.utils.tensordict_rows import (
     index_select_tensor_dict,
     make_iterator,
     maybe_fix_3d_position_ids,
+    mini_batch_rows,
     pad_to_divisor,
+    row_index,
     slice_tensordict,
     union_tensor_dict,
     unpad,
+    values_equal,
 )
 
 nested_tensor_from_tensor_list = nested_from_list
@@ -96,6 +99,7 @@ __all__ = [
     "make_iterator",
     "make_stack",
     "maybe_fix_3d_position_ids",
+    "mini_batch_rows",
     "nested_from_list",
     "nested_from_values",
     "nested_index_select",
@@ -112,8 +116,10 @@ __all__ = [
     "pop",
     "pop_keys",
     "ragged_dim",
+    "row_index",
     "slice_tensordict",
     "union_tensor_dict",
     "unpad",
     "unwrap_non_tensor_data",
+    "values_equal",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 # Variables that something here reads, without their prefix.
 READ = frozenset(
     {
+        "AUTO_PADDING",
         "ENGINE_DEVICE",
         "ENGINE_VENDOR",
         "FILE_LOGGER_PATH",
@@ -20,8 +21,7 @@ READ = frozenset(
     }
 )
 INSTEAD = {
-    "AUTO_PADDING": "rows are never padded to a multiple outside the trainer",
-    "DATAPROTO_SERIALIZATION_METHOD": "batches travel by the table of trajectories",
+    "DATAPROTO_SERIALIZATION_METHOD": "a DataProto has one format, of raw buffers",
     "PLATFORM": "trainer.device says it",
     "REPLAY_BUFFER_DEBUG_INTERVAL_SECONDS": "a stall report says what is waited for (trainer.stall_timeout_s)",
     "SEED": "rollout.seed, data.seed and fsdp_config.seed are the seeds",

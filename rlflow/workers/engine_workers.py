@@ -94,6 +94,11 @@ class ActorRolloutRefWorker(Worker):
             self.weights = WeightExport(self.rollout_config, self.model_config, self.rank, self.world_size)
         get_torch_device().empty_cache()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def get_parallel_info(self) -> dict[str, int]:
+        inner = self.actor or self.ref
+        return super().get_parallel_info() if inner is None else inner.get_parallel_info()
+
     def _build_ref(self) -> TrainingWorker:
         config = omega_conf_to_dataclass(self.config.ref, RefConfig)
         engine = config.fsdp_config

@@ -88,6 +88,17 @@ class TrainingWorker(Worker):
         self.engine.initialize()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def get_parallel_info(self) -> dict[str, int]:
+        size = self.engine.get_data_parallel_size()
+        peers = self.world_size // size  # neighbouring ranks with the same rows, each with a part of their tokens
+        return {
+            "dp_rank": self.engine.get_data_parallel_rank(),
+            "dp_size": size,
+            "cp_rank": self.rank % peers,
+            "cp_size": peers,
+        }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_loss_fn(self, loss_fn: LossFunction) -> None:
         """Keep the loss of `train_*`; a picklable callable."""
         self.loss_fn = loss_fn

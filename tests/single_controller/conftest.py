@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -34,3 +34,37 @@ def make_group(ray_cluster: None) -> Iterator[Callable[..., Any]]:
     for group, pool in made:
         group.shutdown()
         pool.release()
+
+
+@pytest.fixture(scope="session")
+def local_group() -> Callable[[Sequence[Any]], Any]:
+    """`local_group(workers)` -> a worker group whose workers are objects of this process; calls run when awaited."""
+    from functools import partial
+
+    from rlflow import protocol
+    from rlflow.single_controller.base import WorkerGroup
+    from rlflow.single_controller.base.dispatch import PerRank
+
+    class LocalGroup(WorkerGroup):
+        def __init__(self, workers: Sequence[Any]) -> None:
+            super().__init__()
+            self.workers = list(workers)
+            self._world_size = len(self.workers)
+            self._bind_worker_method(type(self.workers[0]))
+
+        def _start(self, method: str, plan: Any, ranks: Sequence[int]) -> list[Any]:
+            calls = []
+            for rank in ranks:
+                args, kwargs = plan.of(rank) if isinstance(plan, PerRank) else (plan.args, plan.kwargs)
+                calls.append(partial(getattr(self.workers[rank], method), *args, **kwargs))
+            return calls
+
+        def _wait(self, refs: list[Any], *_: Any) -> list[Any]:
+            return [call() for call in refs]
+
+        def _gather(self, output: list[Any], function: Callable[[list[Any]], Any]) -> Any:
+            if all(isinstance(item, partial) for item in output):
+                return protocol.Future(output, function, fetch=lambda refs, timeout_s: self._wait(refs))
+            return function(output)
+
+    return LocalGroup

@@ -9,6 +9,7 @@ import ray
 import torch
 
 import rlflow.transfer_queue as tq
+from rlflow.data_proto import DataProto
 from rlflow.single_controller.base import Dispatch, Worker, WorkerContext, mesh, register
 from rlflow.single_controller.ray import WorkerError
 from rlflow.transfer_queue import KVBatchMeta
@@ -57,6 +58,24 @@ class Model(Worker):
     @register(dispatch_mode=mesh("actor"), reads=("responses",))
     def drop_a_row(self, batch):
         return tu.get_tensordict({"x": torch.zeros(batch.batch_size[0] - 1)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def get_parallel_info(self):
+        return {"tp_rank": self.rank % 2, "tp_size": 2, "dp_rank": self.rank // 2, "dp_size": 2}
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def negate(self, data):
+        data.batch["x"].neg_()
+        data.meta_info = {"metrics": {"rank": self.rank, "rows": len(data)}}
+        return data
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, blocking=False)
+    def negate_by_peers(self, data):
+        return self.negate(data)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP, blocking=False)
+    def which(self, item):
+        return self.rank, item
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def last_seen(self):
@@ -169,3 +188,18 @@ def test_a_result_of_another_length_is_refused(model, meta):
 def test_rows_that_do_not_divide_are_refused_before_anything_is_sent(model, meta):
     with pytest.raises(ContractError, match="3 rows"):
         model.metrics(meta.select_keys(KEYS[:3]))
+
+
+def test_a_data_proto_of_any_size_goes_to_the_workers_and_comes_back(model):
+    data = DataProto.from_dict({"x": torch.arange(5)}, {"image": [{i} for i in range(5)]}, auto_padding=True)
+    out = model.negate(data)
+    assert out.batch["x"].tolist() == [0, -1, -2, -3, -4] and out.non_tensor_batch["image"][4] == {4}
+    assert out.meta_info == {"metrics": {"rank": [0, 1, 2, 3], "rows": [2, 2, 2, 2]}}
+    assert data.batch["x"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_future_of_a_data_proto_goes_on_to_other_workers(model):
+    future = model.negate_by_peers(DataProto.from_dict({"x": torch.arange(4)}))
+    assert model.negate(future).batch["x"].tolist() == [0, 1, 2, 3]
+    assert future.get().meta_info == {"metrics": {"rank": [0, 2], "rows": [2, 2]}}
+    assert model.which(["a", "b"]).get() == [(0, "a"), (2, "b")]

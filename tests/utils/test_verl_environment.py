@@ -18,7 +18,7 @@ def test_a_variable_that_something_reads_becomes_ours_unless_ours_is_set() -> No
 
 
 def test_a_variable_that_nothing_reads_is_named() -> None:
-    notices = adopt_verl_variables({"VERL_AUTO_PADDING": "1", "VERL_WHATEVER": "1"})
+    notices = adopt_verl_variables({"VERL_SEED": "1", "VERL_WHATEVER": "1"})
     assert len(notices) == 2 and all("has no effect" in notice for notice in notices)
 
 

@@ -20,11 +20,13 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from rlflow import protocol
+from rlflow.single_controller.base import parallel  # noqa: F401 - adds its modes to Dispatch
 from rlflow.single_controller.base.dispatch import (
     Dispatch,
     Execute,
     PerRank,
     Same,
+    check_execute_mode,
     check_mode,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
@@ -67,6 +69,7 @@ def register(
     optional_reads: tuple[str, ...] = (),
     optional_writes: tuple[str, ...] = (),
     timeout_s: float | None = None,
+    transfer_mode: Any = None,
 ) -> Callable[[F], F]:
     """Make a method of a `Worker` (`def` or `async def`) callable on its group.
 
@@ -81,13 +84,16 @@ def register(
         optional_reads: fields fetched where all rows have them.
         optional_writes: fields it may return beside `writes`.
         timeout_s: deadline of a call; None: the group's.
+        transfer_mode: another name of `dispatch_mode`, which may also be a member's name ("3D_PROTO").
 
     Raises:
-        ContractError: at decoration, when a mode is none or a field is declared twice.
+        ContractError: at decoration, when a mode is none, the modes contradict one another, or a field is declared
+            twice.
     """
+    if transfer_mode is not None:
+        dispatch_mode = _read_transfer_mode(transfer_mode, dispatch_mode)
     check_mode(dispatch_mode)
-    if not isinstance(execute_mode, Execute):
-        raise ContractError(f"execute_mode must be an Execute member, got a {type(execute_mode).__name__}")
+    check_execute_mode(execute_mode, dispatch_mode)
     attributes = {
         "dispatch_mode": dispatch_mode,
         "execute_mode": execute_mode,
@@ -106,6 +112,17 @@ def register(
         return wrapped
 
     return decorate
+
+
+def _read_transfer_mode(transfer_mode: Any, dispatch_mode: Any) -> Any:
+    if dispatch_mode is not Dispatch.ALL_TO_ALL:
+        raise ContractError("transfer_mode and dispatch_mode mean the same; give one of them")
+    if not isinstance(transfer_mode, str):
+        return transfer_mode
+    if transfer_mode not in Dispatch:
+        names = ", ".join(member.name for member in Dispatch)
+        raise ContractError(f"transfer_mode={transfer_mode!r} is no mode; there are {names}")
+    return Dispatch[transfer_mode]
 
 
 def _field_names(what: str, names: Any) -> tuple[str, ...] | None:

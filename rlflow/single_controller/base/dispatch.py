@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -124,16 +124,35 @@ def per_rank(group: WorkerGroup, *args: Any, **kwargs: Any) -> Plan:
 
 
 def split_rows(group: WorkerGroup, *args: Any, **kwargs: Any) -> Plan:
-    """Every argument is a carrier, split over all workers; one that allows padding is padded (in a copy) first."""
+    """Every argument is a carrier, split over all workers."""
+    return split_by_parts(group, range(group.world_size), args, kwargs)
+
+
+def split_by_parts(
+    group: WorkerGroup, part_of_rank: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> PerRank:
+    """Carriers in equal parts for the ranks of a group.
+
+    Args:
+        group: who gets them.
+        part_of_rank: for each rank, the number of its part; peers have the same and share one copy.
+        args, kwargs: carriers. One that allows padding is padded (in a copy) to divide.
+
+    Raises:
+        ContractError: no carrier, rows that do not divide, or carriers whose padding differs.
+    """
+    count = max(part_of_rank) + 1
     pads = set()
 
-    def split(value: Any) -> list[Any]:
-        padded, pad = protocol.pad_rows(value, group.world_size)
+    def spread(value: Any) -> list[Any]:
+        padded, pad = protocol.pad_rows(value, count)
         pads.add(pad)
-        return protocol.chunk(padded, group.world_size)
+        with ThreadPoolExecutor(max_workers=min(count, 16)) as pool:
+            shared = list(pool.map(group._share, protocol.chunk(padded, count)))
+        return [shared[part] for part in part_of_rank]
 
-    plan_args = tuple(split(arg) for arg in args)
-    plan_kwargs = {key: split(value) for key, value in kwargs.items()}
+    plan_args = tuple(spread(arg) for arg in args)
+    plan_kwargs = {key: spread(value) for key, value in kwargs.items()}
     if len(pads) > 1:
         raise ContractError(
             f"the inputs of one call must share one length; padding them needs {sorted(pads)} rows each"
@@ -153,18 +172,7 @@ def split_rows_with_function(group: WorkerGroup, function: Any, *args: Any, **kw
 def split_over_mesh(mesh: str, group: WorkerGroup, *args: Any, **kwargs: Any) -> Plan:
     """Every argument is a carrier, split over the data-parallel ranks of `mesh`; peers of one rank share its part."""
     topology = group.topology(mesh)
-
-    def spread(value: Any) -> list[Any]:
-        parts = protocol.chunk(value, topology.dp_size)
-        with ThreadPoolExecutor(max_workers=max(1, min(len(parts), 16))) as pool:
-            shared = list(pool.map(group._share, parts))
-        return [shared[dp_rank] for dp_rank in topology.dp_ranks]
-
-    return PerRank(
-        tuple(spread(arg) for arg in args),
-        {key: spread(value) for key, value in kwargs.items()},
-        mesh=(mesh, topology.version),
-    )
+    return replace(split_by_parts(group, topology.dp_ranks, args, kwargs), mesh=(mesh, topology.version))
 
 
 def refuse_rank_zero(group: WorkerGroup, *args: Any, **kwargs: Any) -> Plan:
@@ -224,6 +232,22 @@ _PREDEFINED: dict[str, dict[str, Callable[..., Any]]] = {
     "DP_COMPUTE_METRIC": {"dispatch_fn": split_rows, "collect_fn": collect_all},
     "DIRECT_ROLLOUT_METHOD": {"dispatch_fn": refuse_direct_rollout, "collect_fn": collect_all},
 }
+
+
+# With these a result belongs to a part of the input, so that rank 0 alone would drop the other parts.
+_SPLITTING = ("DP_COMPUTE_", "MEGATRON_", "3D_PROTO")  # beginnings of their names
+
+
+def check_execute_mode(execute_mode: Any, mode: Any) -> None:
+    """`ContractError` unless it is an `Execute` member that goes together with the dispatch mode."""
+    if not isinstance(execute_mode, Execute):
+        raise ContractError(f"execute_mode must be an Execute member, got a {type(execute_mode).__name__}")
+    splits = mesh_of(mode) is not None or (isinstance(mode, Dispatch) and mode.name.startswith(_SPLITTING))
+    if execute_mode.name == "RANK_ZERO" and splits:
+        raise ContractError(
+            "Execute.RANK_ZERO runs the method on rank 0 only, which would get the first part of the rows and drop the "
+            "others; use Dispatch.ONE_TO_ALL with it, or Execute.ALL"
+        )
 
 
 def check_mode(mode: Any) -> None:

@@ -155,6 +155,14 @@ class Worker:
         """Whether this worker's results of a mesh are collected."""
         return self.query_collect_info(mesh_name)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def get_parallel_info(self) -> dict[str, int]:
+        """This worker's place by tensor, context, data and pipeline parallelism: `{"dp_rank", "dp_size", ...}`.
+
+        What is left out of `tp`, `cp` and `pp` has rank 0 and size 1. Workers whose model is split override it.
+        """
+        return {"dp_rank": self.rank, "dp_size": self.world_size}
+
     # ---- functions sent by the controller ----------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)

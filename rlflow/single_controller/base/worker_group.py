@@ -23,6 +23,7 @@ from rlflow.single_controller.base.dispatch import (
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
 )
+from rlflow.single_controller.base.parallel import ParallelLayout
 from rlflow.utils.errors import ContractError
 
 
@@ -128,6 +129,7 @@ class WorkerGroup:
         self.resource_pool = resource_pool
         self._world_size = resource_pool.world_size if resource_pool is not None else 0
         self._topologies: dict[str, MeshTopology] = {}
+        self._layout: ParallelLayout | None = None
 
     @property
     def world_size(self) -> int:
@@ -149,6 +151,10 @@ class WorkerGroup:
         if output and all(protocol.is_ref(item) for item in output):
             return protocol.Future(output, function)
         return function(output)
+
+    def _pick(self, output: list[Any], ranks: Sequence[int]) -> list[Any]:
+        """The items of some ranks, in that order."""
+        return [output[rank] for rank in ranks]
 
     def _share(self, value: Any) -> Any:
         """A value that several workers get, in the form that is cheapest to send several times."""
@@ -177,9 +183,20 @@ class WorkerGroup:
             }
         return self._topologies[mesh]
 
+    def parallel_layout(self) -> ParallelLayout:
+        """Where the ranks stand by tensor, context, data and pipeline parallelism. Asked once; see `refresh_topology`.
+
+        Raises:
+            ContractError: the workers contradict one another.
+        """
+        if self._layout is None:
+            self._layout = ParallelLayout.build(self.execute_all_sync("get_parallel_info"))
+        return self._layout
+
     def refresh_topology(self) -> None:
-        """Forget what the workers said about their meshes; the next call asks again."""
+        """Forget what the workers said about their places; the next call asks again."""
         self._topologies = {}
+        self._layout = None
 
     # ---- calls -------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -311,9 +311,16 @@ class RayWorkerGroup(WorkerGroup):
             return protocol.Future(output, function, fetch=output.waiter, timeout_s=output.waiter.timeout_s)
         return function(output)
 
+    def _pick(self, output: list[Any], ranks: Sequence[int]) -> list[Any]:
+        picked = super()._pick(output, ranks)
+        if not isinstance(output, CallRefs):
+            return picked
+        waiter = output.waiter
+        return CallRefs(picked, replace(waiter, ranks=tuple(waiter.ranks[rank] for rank in ranks)))
+
     def _share(self, value: Any) -> Any:
         # A batch goes to the object store once; peers of one data-parallel rank read the same copy.
-        return ray.put(value) if protocol.is_tensordict(value) else value
+        return ray.put(value) if protocol.is_tensordict(value) or protocol.is_data_proto(value) else value
 
     def _waiter(self, method: str, ranks: Sequence[int], role: str | None = None) -> RefWaiter:
         return RefWaiter(
