@@ -30,6 +30,7 @@ ALLOWED = {
     "reward_loop/process.py::ScorerProcess.kill": "inside asyncio.timeout",
     "reward_loop/worker.py::RewardLoopWorker._within_deadline": "the task is done",
     "single_controller/base/decorator.py::_resolve": "a call's future; it has the group's call_timeout_s",
+    "observe/doctor/__init__.py::examine": "each part runs its processes with timeout_s",
     "trainer/ppo/background_save.py::PreparedCheckpoint._complete": "BackgroundFiles was made with a limit",
     "transfer_queue/capacity.py::RoomQueue.commit": "the future is done",
     "transfer_queue/ports.py::LocalPort.finish": "a loop of this process; what its calls wait for has deadlines",

@@ -218,6 +218,8 @@ def problem_of(words: list[str], extras: dict[str, Any]) -> str | None:
     if first in PROGRAMS:
         return None
     if first in ("python", "python3", "$python"):
+        if rest[:1] == ["-m"] and rest[1].startswith("verl."):
+            return None  # what a reader types today
         if rest[:1] == ["-m"]:
             source = importlib.util.find_spec(rest[1])
             if source is None or (source.submodule_search_locations and not _module_exists(f"{rest[1]}.__main__")):

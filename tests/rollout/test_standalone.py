@@ -43,12 +43,13 @@ async def _create(config: Any) -> LLMServerManager:
 
 def test_two_runs_share_a_cluster_with_replicas_in_pools_of_their_own(ray_cluster, model_path, tmp_path_factory):
     other_path = tiny.save_model(tmp_path_factory.mktemp("other-model"), seed=5)
-    actors_before, _ = names_and_groups()
+    actors_before, groups_before = names_and_groups()
     managers = asyncio.run(launch(model_path, other_path))
     try:
         actors, groups = names_and_groups()
         assert actors == actors_before, "nothing can be found, or taken for another's, by its name"
-        pools = [name for name, state in groups.items() if name.startswith("rollout_pool_0_") and state == "CREATED"]
+        new = {name: state for name, state in groups.items() if name not in groups_before}
+        pools = [name for name, state in new.items() if name.startswith("rollout_pool_0_") and state == "CREATED"]
         assert len(pools) == 2
         replicas = [manager.get_replicas()[0] for manager in managers]
         assert all(replica.rollout_mode is RolloutMode.STANDALONE for replica in replicas)

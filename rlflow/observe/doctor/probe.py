@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 # A package may write pages while it is imported; the last lines say why it failed.
 _LAST_CHARS = 2000
+_LAST_WORDS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ def run_python(code: str, timeout_s: float) -> Answer:
         output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        with suppress(subprocess.TimeoutExpired):  # something else may hold its pipes
+            process.communicate(timeout=_LAST_WORDS_S)
         return Answer(error=f"no answer within {timeout_s:g} s")
     if process.returncode == 0:
         return Answer(output=output)
