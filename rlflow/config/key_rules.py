@@ -101,10 +101,16 @@ _SAMPLING: tuple[Rule, ...] = (
     unbuilt(f"{_ROLLOUT}.quantization*", "low-precision weights", "leave it null"),
     unbuilt(f"{_ROLLOUT}.agent.custom_async_server.*", "a server class of your own", "rollout.name, a registered one"),
     unbuilt(f"{_ROLLOUT}.engine_kwargs.trtllm.**", "TensorRT-LLM", f"{_ROLLOUT}.name=vllm"),
-    unbuilt(f"{_ROLLOUT}.multi_turn.enable", "sessions of several turns with tools", "an agent loop of your own"),
+    unbuilt(
+        f"{_ROLLOUT}.multi_turn.enable",
+        "sessions of several turns with tools",
+        f"leave it false, or an agent loop of your own ({_ROLLOUT}.agent.agent_loop_config_path)",
+    ),
     unbuilt(f"{_ROLLOUT}.multi_turn.*_path", "tools", "leave it null"),
     inert(f"{_ROLLOUT}.multi_turn.**", "sessions of several turns with tools are not in this version"),
-    unbuilt(f"{_ROLLOUT}.trace.backend", "traces in a tracing service", "trainer.trace, and rlflow trace or view"),
+    unbuilt(
+        f"{_ROLLOUT}.trace.backend", "traces in a tracing service", "leave it null; trainer.trace keeps them"
+    ),
     inert(f"{_ROLLOUT}.trace.**", "traces in a tracing service are not in this version"),
     unbuilt(f"{_ROLLOUT}.enable_rollout_routing_replay", "replay of the experts' routing", "leave it false"),
     unbuilt(f"{_ROLLOUT}.moe_load_balance_metrics_interval", "metrics of the experts' load", "leave it 0"),
