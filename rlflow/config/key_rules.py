@@ -108,9 +108,7 @@ _SAMPLING: tuple[Rule, ...] = (
     ),
     unbuilt(f"{_ROLLOUT}.multi_turn.*_path", "tools", "leave it null"),
     inert(f"{_ROLLOUT}.multi_turn.**", "sessions of several turns with tools are not in this version"),
-    unbuilt(
-        f"{_ROLLOUT}.trace.backend", "traces in a tracing service", "leave it null; trainer.trace keeps them"
-    ),
+    unbuilt(f"{_ROLLOUT}.trace.backend", "traces in a tracing service", "leave it null; trainer.trace keeps them"),
     inert(f"{_ROLLOUT}.trace.**", "traces in a tracing service are not in this version"),
     unbuilt(f"{_ROLLOUT}.enable_rollout_routing_replay", "replay of the experts' routing", "leave it false"),
     unbuilt(f"{_ROLLOUT}.moe_load_balance_metrics_interval", "metrics of the experts' load", "leave it 0"),
