@@ -23,7 +23,6 @@ ALIASES: dict[str, str] = {
     "rlflow.trainer.config": "rlflow.config",
     "rlflow.trainer.config.algorithm": "rlflow.config.algorithm",
     "rlflow.trainer.ppo.padding_utils": "rlflow.trainer.ppo.batching",
-    "rlflow.trainer.ppo.reward": "rlflow.reward_loop.scorer",
     "rlflow.trainer.ppo.v1.agent_loop_tq": "rlflow.agent_loop",
     "rlflow.trainer.ppo.v1.replay_buffer": "rlflow.trainer.ppo.replay_buffer",
     "rlflow.trainer.ppo.v1.trainer_base": "rlflow.trainer.ppo.trainer_base",
@@ -51,6 +50,7 @@ ALIASES: dict[str, str] = {
 }
 FACADES: dict[str, tuple[str, ...]] = {
     "rlflow.trainer.config.config": ("rlflow.config.reward", "rlflow.config.worker"),
+    "rlflow.trainer.ppo.reward": ("rlflow.reward_loop.scorer", "rlflow.reward_loop.reward_manager.registry"),
     "rlflow.trainer.ppo.v1": (
         "rlflow.trainer.ppo.trainer_base",
         "rlflow.trainer.ppo.trainer_sync",
@@ -61,7 +61,11 @@ FACADES: dict[str, tuple[str, ...]] = {
     "rlflow.utils.skip": ("rlflow.config.job",),
     "rlflow.workers.config.engine": ("rlflow.config.worker", "rlflow.config.megatron", "rlflow.config.engine_parts"),
     "rlflow.workers.config.optimizer": ("rlflow.config.worker", "rlflow.config.megatron"),
-    "rlflow.workers.engine.utils": ("rlflow.workers.engine.batching", "rlflow.workers.engine.registry"),
+    "rlflow.workers.engine.utils": (
+        "rlflow.workers.engine.batching",
+        "rlflow.workers.engine.registry",
+        "rlflow.utils.determinism",
+    ),
     "rlflow.workers.engine.fsdp.utils": ("rlflow.workers.engine.fsdp.sharding", "rlflow.workers.engine.fsdp.mesh"),
 }
 UNBUILT: dict[str, str] = {

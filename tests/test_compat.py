@@ -182,3 +182,15 @@ def test_the_maths_needs_neither_ray_nor_a_config_tree() -> None:
     heavy = "{'ray', 'hydra', 'omegaconf', 'transformers'}"
     code = f"import rlflow.trainer.ppo.core_algos, sys; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("rlflow.trainer.ppo.reward", ("get_custom_reward_fn", "resolve_reward_manager_cls")),
+        ("rlflow.workers.engine.utils", ("prepare_micro_batches", "enable_full_determinism")),
+    ],
+)
+def test_a_facade_has_the_names_that_users_import_from_it(module: str, names: tuple[str, ...]) -> None:
+    served = importlib.import_module(module)
+    assert all(callable(getattr(served, name)) for name in names)

@@ -112,12 +112,21 @@ def show_text(overrides: list[str], node: str = "") -> str:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from rlflow.config.command_line import read_command_line
     from rlflow.config.describe import describe
-    from rlflow.config.overrides import compose_config
+    from rlflow.config.old_keys import move_old_keys
+    from rlflow.config.overrides import compose_what_can_be
+    from rlflow.config.targets import drop_targets
     from rlflow.utils.redact import redact, remember_arguments
 
     remember_arguments(overrides)
-    config = compose_config(overrides)
+    line = read_command_line(overrides)
+    config, unusable = compose_what_can_be(line.overrides, line.config)
+    problems = [*line.problems, *(problem.text for problem in unusable)]
+    drop_targets(config, problems)
+    move_old_keys(config, problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
     try:
         part = OmegaConf.select(config, node) if node else config
         if part is None:

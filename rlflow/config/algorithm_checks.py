@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlflow.config import problems as problem
 from rlflow.config.algorithm import FilterGroupsConfig, PFPPOConfig
+from rlflow.config.choices import ESTIMATORS
 
 if TYPE_CHECKING:
     from rlflow.config.checks import TypedConfig
@@ -168,9 +169,7 @@ def _check_fusion(c: TypedConfig, problems: list[str], notices: list[str]) -> No
     """The update can give the old log-probs when it makes one optimizer step, and when nobody reads them before it."""
     if not c.actor.fuse_old_log_prob:
         return
-    from rlflow.trainer.ppo.core_algos import AdvantageEstimator
-
-    if c.algorithm.adv_estimator not in list(AdvantageEstimator):
+    if c.algorithm.adv_estimator not in ESTIMATORS:
         notices.append(
             f"actor.fuse_old_log_prob=true: your estimator {c.algorithm.adv_estimator} gets no old_log_probs: they are "
             "only known after it"

@@ -51,13 +51,18 @@ def check_lengths(c: TypedConfig, problems: list[str], notices: list[str]) -> No
         )
 
 
+def _usual(key: str, c: TypedConfig) -> int:
+    """What to try for a count: one mini-batch for the batch, else 1."""
+    return max(1, c.actor.ppo_mini_batch_size) if key == "data.train_batch_size" else 1
+
+
 def check_batches(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
     """Batch, mini-batches and micro-batches."""
     updated: dict[str, Any] = {ACTOR: c.actor}
     if c.needs_critic:
         updated["critic"] = c.critic
     too_small = [
-        f"{key}={value} must be at least 1.\n    try:    {key}=1"
+        f"{key}={value} must be at least 1.\n    try:    {key}={_usual(key, c)}"
         for key, value in _counts(c, updated).items()
         if value is not None and value < 1
     ]

@@ -5,9 +5,11 @@ Each problem says what was set, why it cannot work and the nearest value that ca
 
 from __future__ import annotations
 
+import copy
 import os
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from rlflow.config.algorithm import AlgoConfig
 from rlflow.config.algorithm_checks import check_algorithm
 from rlflow.config.base import omega_conf_to_dataclass
 from rlflow.config.batch_checks import check_batches, check_lengths
+from rlflow.config.choices import ESTIMATORS, LOSSES
 from rlflow.config.critic import FSDPCriticConfig, need_critic
 from rlflow.config.critic_checks import check_critic
 from rlflow.config.data import DataConfig
@@ -23,7 +26,7 @@ from rlflow.config.determinism_checks import check_determinism
 from rlflow.config.engine_checks import check_engine
 from rlflow.config.key_check import check_keys
 from rlflow.config.lora_checks import check_lora
-from rlflow.config.loss_checks import check_losses
+from rlflow.config.loss_checks import check_losses, imports_torch
 from rlflow.config.model import HFModelConfig
 from rlflow.config.origin import Origins
 from rlflow.config.overrides import OverrideProblem
@@ -42,6 +45,7 @@ from rlflow.workers.rollout.capabilities import CAPABILITIES
 
 DTYPES = ("bfloat16", "float32", "bf16", "fp32")
 BACKENDS = ("naive", "broadcast", "nccl", "disk")
+_USUAL_ENGINE = "vllm"
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KNOWN_NODES = {
     "actor_rollout_ref",
@@ -68,7 +72,11 @@ def need_reference_policy(config: Any) -> bool:
 
 
 def validate_config(
-    config: Any, *further: Check, overrides: Sequence[str] | None = None, unusable: Sequence[OverrideProblem] = ()
+    config: Any,
+    *further: Check,
+    overrides: Sequence[str] | None = None,
+    unusable: Sequence[OverrideProblem] = (),
+    found: Sequence[str] = (),
 ) -> list[str]:
     """Check the composed, resolved configuration.
 
@@ -77,7 +85,9 @@ def validate_config(
         further: checks of higher layers; each adds to (problems, notices).
         overrides: the command line, to say where a value was set; None: that is left out.
         unusable: what is wrong with overrides that `config` was composed without. Checks that must import torch are
-            then left for the next try: an unknown key is answered at once.
+            then left for the next try: an unknown key is answered at once. Keys that these problems name are not
+            complained about again.
+        found: problems of the steps before.
 
     Returns:
         Notices: settings that work but deserve a line.
@@ -85,17 +95,23 @@ def validate_config(
     Raises:
         ConfigError: listing every problem found.
     """
-    problems: list[str] = []
+    from omegaconf import OmegaConf
+
+    problems = list(found)
     notices: list[str] = []
     check_keys(config, problems, notices)
     if config.get("model_engine") != "dp":  # the nodes of another engine have other types
         raise ConfigError(_report(problems, overrides, unusable))
     refused = len(problems)
+    no_engine = OmegaConf.is_missing(config.actor_rollout_ref.rollout, "name")
     typed = _typed_nodes(config, problems)
-    if len(problems) == refused:
-        own: list[Check] = [_check_values, _check_files, _check_sampling, check_engine, check_algorithm, check_critic]
+    if len(problems) == refused + no_engine:
+        own: list[Check] = [_check_values, _check_files, _check_sampling, check_algorithm, check_critic]
+        own += [] if no_engine else [check_engine]
         own += [check_lora, check_lengths, check_parallel, check_batches, check_determinism, check_reward_model]
-        own += [check_reference_place, *(() if unusable else (_check_names, check_losses, *further))]
+        own += [check_reference_place, _check_names, *further]
+        if not (unusable and imports_torch(typed)):
+            own += [_check_registered, check_losses]
         for check in own:
             check(typed, problems, notices)
     _check_untyped(config, problems, notices)
@@ -169,7 +185,8 @@ def _typed_nodes(config: Any, problems: list[str]) -> TypedConfig:
             "actor_rollout_ref.rollout.name is not set: no engine would generate.\n"
             f"    try:    actor_rollout_ref.rollout.name=hf (available: {', '.join(sorted(CAPABILITIES))})"
         )
-        return typed
+        config = copy.deepcopy(config)  # checked further with the engine that recipes leave out most
+        config.actor_rollout_ref.rollout.name = _USUAL_ENGINE
     nodes: dict[str, tuple[str, type]] = {
         "actor": ("actor_rollout_ref.actor", FSDPActorConfig),
         "ref": ("actor_rollout_ref.ref", RefConfig),
@@ -197,24 +214,28 @@ def _with_advice(text: str) -> str:
     return f"{what}.\n    try:    {advice}" if found and "\n" not in text else text
 
 
-def _check_names(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
-    from rlflow.trainer.ppo import core_algos
-    from rlflow.utils.import_utils import import_external_libs
+def _check_registered(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
+    """Names of estimator and loss; torch is only imported where a module of the user's may register further ones."""
+    estimators: Collection[str] = ESTIMATORS
+    losses: Collection[str] = LOSSES
+    if c.model.external_lib or "rlflow.trainer.ppo.core_algos" in sys.modules:
+        from rlflow.trainer.ppo import core_algos
+        from rlflow.utils.import_utils import import_external_libs
 
-    # A user's module may register the very names that are checked next.
-    try:
-        import_external_libs(c.model.external_lib)
-    except ConfigError as error:
-        problems.append(f"actor_rollout_ref.{error}")
-    if c.algorithm.adv_estimator not in core_algos.ADV_ESTIMATOR_REGISTRY:
-        problems.append(
-            _choice("algorithm.adv_estimator", c.algorithm.adv_estimator, core_algos.ADV_ESTIMATOR_REGISTRY)
-        )
-    loss_mode = c.actor.policy_loss.loss_mode
-    if loss_mode not in core_algos.POLICY_LOSS_REGISTRY:
-        problems.append(
-            _choice("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, core_algos.POLICY_LOSS_REGISTRY)
-        )
+        try:
+            import_external_libs(c.model.external_lib)
+        except ConfigError as error:
+            problems.append(f"actor_rollout_ref.{error}")
+        estimators, losses = core_algos.ADV_ESTIMATOR_REGISTRY, core_algos.POLICY_LOSS_REGISTRY
+    for key, name, known in (
+        ("algorithm.adv_estimator", c.algorithm.adv_estimator, estimators),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", c.actor.policy_loss.loss_mode, losses),
+    ):
+        if name not in known:
+            problems.append(_choice(key, name, known))
+
+
+def _check_names(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
     loggers = tracker_names(c.trainer.logger)
     if not loggers:
         problems.append(

@@ -10,11 +10,45 @@ from rlflow.config.worker import LOSS_AGG_MODES
 
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 _DTYPES = ("bfloat16", "float32", "bf16", "fp32")
+# What `rlflow.trainer.ppo.core_algos` registers, which cannot be asked without importing torch (a test compares).
+ESTIMATORS = (
+    "gae",
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "grpo_vectorized",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "rloo_vectorized",
+    "tir_optimal_token_baseline",
+)
+LOSSES = (
+    "bypass_mode",
+    "cispo",
+    "clip_cov",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
+    "geo_mean",
+    "gpg",
+    "gspo",
+    "kl_cov",
+    "ppo",
+    "sapo",
+    "vanilla",
+)
 CHOICES: dict[str, tuple[str, ...]] = {
     "actor_rollout_ref.actor.kl_loss_type": _KL,
+    "actor_rollout_ref.actor.policy_loss.loss_mode": LOSSES,
     "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2"),
     "actor_rollout_ref.rollout.load_format": ("dummy", "auto", "safetensors"),
     "actor_rollout_ref.rollout.mode": ("async",),
+    "algorithm.adv_estimator": ESTIMATORS,
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "algorithm.kl_penalty": _KL,
     "algorithm.rollout_correction.loss_type": ("ppo_clip", "reinforce"),
@@ -33,9 +67,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 # Names that code registers: a module and the registry in it. Looking one up imports that module.
 REGISTRIES: dict[str, tuple[str, str]] = {
-    "actor_rollout_ref.actor.policy_loss.loss_mode": ("rlflow.trainer.ppo.core_algos", "POLICY_LOSS_REGISTRY"),
-    "algorithm.adv_estimator": ("rlflow.trainer.ppo.core_algos", "ADV_ESTIMATOR_REGISTRY"),
-    "actor_rollout_ref.rollout.name": ("rlflow.config.checks", "ENGINES"),
+    "actor_rollout_ref.rollout.name": ("rlflow.workers.rollout.capabilities", "CAPABILITIES"),
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rlflow.config import problems as problem
+from rlflow.config.choices import CHOICES
 from rlflow.config.rollout_correction import RolloutCorrectionConfig
 from rlflow.config.worker import PolicyLossConfig
 
@@ -18,6 +19,16 @@ CORRECTION = "algorithm.rollout_correction"
 _DEFAULT = RolloutCorrectionConfig()
 # Losses that aggregate in their own way, and how.
 OWN_AGGREGATION = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "geo_mean": "one loss a row"}
+
+
+def imports_torch(c: TypedConfig) -> bool:
+    """Whether the checks of names and losses need modules that compute: the user's own, or readers of bounds."""
+    correction = c.algorithm.rollout_correction
+    bounds = correction is not None and (
+        correction.rollout_rs is not None
+        or correction.rollout_is_threshold not in (None, _DEFAULT.rollout_is_threshold)
+    )
+    return bool(c.model.external_lib) or bounds
 
 
 def check_losses(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
@@ -90,12 +101,10 @@ def _check_policy_loss(c: TypedConfig, problems: list[str], notices: list[str]) 
 
 
 def _check_correction(correction: RolloutCorrectionConfig, problems: list[str], notices: list[str]) -> None:
-    from rlflow.trainer.ppo.core_algos.losses.bypass import LOSS_TYPES
-    from rlflow.trainer.ppo.core_algos.rollout_correction import IS_LEVELS, parse_is_threshold
-
     if correction.rollout_is is not None:
-        if correction.rollout_is not in IS_LEVELS:
-            problems.append(problem.choice(f"{CORRECTION}.rollout_is", correction.rollout_is, IS_LEVELS))
+        levels = CHOICES[f"{CORRECTION}.rollout_is"]
+        if correction.rollout_is not in levels:
+            problems.append(problem.choice(f"{CORRECTION}.rollout_is", correction.rollout_is, levels))
         if correction.rollout_is_threshold is None:
             problems.append(
                 f"{CORRECTION}.rollout_is={correction.rollout_is} needs rollout_is_threshold.\n"
@@ -110,16 +119,17 @@ def _check_correction(correction: RolloutCorrectionConfig, problems: list[str], 
             f"rollout_correction.loss_type={correction.loss_type} has no effect: only bypass_mode=true has a loss of "
             "its own"
         )
-    if correction.rollout_is_threshold is not None:
+    if correction.rollout_is_threshold not in (None, _DEFAULT.rollout_is_threshold):
+        from rlflow.trainer.ppo.core_algos.rollout_correction import parse_is_threshold
+
         problems.extend(_unreadable("rollout_is_threshold", "2.0", parse_is_threshold, correction.rollout_is_threshold))
     _check_rejection(correction, problems)
-    if correction.loss_type not in LOSS_TYPES:
-        problems.append(problem.choice(f"{CORRECTION}.loss_type", correction.loss_type, LOSS_TYPES))
+    types = CHOICES[f"{CORRECTION}.loss_type"]
+    if correction.loss_type not in types:
+        problems.append(problem.choice(f"{CORRECTION}.loss_type", correction.loss_type, types))
 
 
 def _check_rejection(correction: RolloutCorrectionConfig, problems: list[str]) -> None:
-    from rlflow.trainer.ppo.core_algos.rollout_correction import RS_OPTIONS, parse_rs_options, parse_rs_thresholds
-
     if correction.rollout_rs is None:
         if correction.rollout_rs_threshold is not None:
             problems.append(
@@ -127,6 +137,8 @@ def _check_rejection(correction: RolloutCorrectionConfig, problems: list[str]) -
                 f"not set.\n    try:    {CORRECTION}.rollout_rs=token_k1, or rollout_rs_threshold=null"
             )
         return
+    from rlflow.trainer.ppo.core_algos.rollout_correction import RS_OPTIONS, parse_rs_options, parse_rs_thresholds
+
     names = [name.strip() for name in correction.rollout_rs.split(",") if name.strip()]
     unknown = [name for name in names if name not in RS_OPTIONS]
     problems.extend(problem.choice(f"{CORRECTION}.rollout_rs", name, RS_OPTIONS) for name in unknown)

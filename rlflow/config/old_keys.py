@@ -7,11 +7,10 @@ that stand in the tree with "not given" as their default (`MOVED`, `OTHER_PLACES
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlflow.config.key_check import changed
-from rlflow.utils.errors import ConfigError
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _MODEL, _SCORER = "actor_rollout_ref.model", "reward.reward_model"
@@ -27,6 +26,27 @@ RENAMED: dict[str, str] = {
     f"{_ROLLOUT}.update_weights_bucket_megabytes": f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
     f"{_ROLLOUT}.agent.agent_name": f"{_ROLLOUT}.agent.default_agent_loop",
     f"{_ROLLOUT}.multi_turn.max_turns": f"{_ROLLOUT}.multi_turn.max_assistant_turns",
+    f"{_ROLLOUT}.skip_rollout": "skip.rollout.enable",
+    f"{_ROLLOUT}.skip_dump_dir": "skip.rollout.dump_dir",
+    f"{_ACTOR}.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode",
+    "ray_init.": "ray_kwargs.ray_init.",
+    "trainer.profile_steps": "global_profiler.steps",
+    "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
+}
+_SERVED = "a reward model is served, not trained: reward.reward_model.rollout has its options"
+# What old commands set and nothing reads any more: a key, or with a final dot all keys below a node -> why.
+DROPPED: dict[str, str] = {
+    **{
+        f"reward_model.{name}": _SERVED
+        for name in (
+            *("strategy", "max_length", "micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz"),
+            *("forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size", "profiler."),
+            *("model.use_remove_padding", "model.use_fused_kernels", "model.use_shm", "model.fsdp_config."),
+        )
+    },
+    "reward_model.model.input_tokenizer": "the reward model's own tokenizer and chat template make its input",
+    "reward_model.launch_reward_fn_async": "rewards are always computed beside the rollout",
+    "trainer.use_legacy_worker_impl": "there is one implementation of the workers",
 }
 # Keys of the legacy groups -> theirs in `reward`; those of reward_model.rollout keep their names.
 MOVED: dict[str, str] = {
@@ -86,30 +106,40 @@ def renamed(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     for text in overrides:
         match = _KEY.fullmatch(text)
         key = match[2] if match else ""
-        old = next((old for old in RENAMED if key == old or (old.endswith(".") and key.startswith(old))), None)
-        if match and key in _SWITCHES:
+        old, gone = _entry(RENAMED, key), _entry(DROPPED, key)
+        if gone is not None:
+            notices.append(f"{key} has no effect: {DROPPED[gone]}")
+        elif match and key in _SWITCHES:
             on = match[3].strip(" =").lower() == "true"
             texts += _SWITCHES[key] if on else ()
             notices.append(f"{key} is now {' '.join(_SWITCHES[key]) if on else 'left out: it is off'}")
         elif match and old is not None:
             new = RENAMED[old] + key[len(old) :]
-            texts.append(f"{match[1]}{new}{match[3]}")
+            adding = match[1] or ("+" if new.startswith("reward.reward_kwargs.") else "")  # not in the tree by itself
+            texts.append(f"{adding}{new}{match[3]}")
             notices.append(f"{key} is now {new}")
         else:
             texts.append(text)
     return texts, notices
 
 
-def move_old_keys(config: Any) -> list[str]:
+def _entry(table: Iterable[str], key: str) -> str | None:
+    """The entry of a table for a key: the key itself, or a node (with its final dot) above it."""
+    return next((old for old in table if key == old or (old.endswith(".") and key.startswith(old))), None)
+
+
+def move_old_keys(config: Any, problems: list[str]) -> list[str]:
     """Give what stands at old places of a composed tree to the keys that are read, in place.
 
     Sizes over all processes are divided by their number, so the tree must already fit the machine.
 
-    Returns:
-        A notice for each.
+    Args:
+        config: the `DictConfig`, interpolations unresolved.
+        problems: gets a text for each option that is given at both places with different values, cannot be divided, or
+            has no new place.
 
-    Raises:
-        ConfigError: an option is given at both places with different values, cannot be divided, or has no new place.
+    Returns:
+        A notice for each option that moved.
     """
     from omegaconf import OmegaConf, open_dict
 
@@ -119,7 +149,6 @@ def move_old_keys(config: Any) -> list[str]:
         return []  # the keys of another engine lead nowhere; the checks say so
     defaults = keys_of()
     given = dict(changed(OmegaConf.to_container(config, resolve=False), defaults))
-    problems: list[str] = []
     notices: list[str] = []
     with open_dict(config):
         for key, value in given.items():
@@ -134,8 +163,6 @@ def move_old_keys(config: Any) -> list[str]:
             each = "" if moved == value else f"={moved}" if new == key else f"={moved}, for each process"
             notices.append(f"{key}={value} is an old place: it counts as {new}{each}")
         _choose_importlib(config, given)
-    if problems:
-        raise ConfigError("\n".join(problems))
     return notices
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.config.misread import misread, unreadable
-from rlflow.config.tree import closed_node
+from rlflow.config.tree import TYPED_NODES, closed_node
 from rlflow.config.yaml_text import FOLDER
 from rlflow.utils.errors import ConfigError
 
@@ -39,7 +39,7 @@ def compose_what_can_be(
 ) -> tuple[Any, list[OverrideProblem]]:
     """The configuration of the overrides that can be used, and what is wrong with the others.
 
-    Raises ConfigError where nothing can be composed: an unknown model engine, values that do not go together.
+    Raises ConfigError where nothing can be composed: an unknown model engine, a choice of files that are not there.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -53,7 +53,7 @@ def compose_what_can_be(
         try:
             OmegaConf.update(config, key, override.value(), merge=True, force_add=added)
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{override.input_line} cannot be set: {str(error).splitlines()[0]}") from error
+            problems.append(OverrideProblem(_cannot_set(override, str(error).splitlines()[0]), (key,)))
     return config, problems
 
 
@@ -147,7 +147,10 @@ def _problem_of(key: str, override: Any, known: Set[str], config: Any) -> Overri
         return OverrideProblem(unknown_key(key, known), (key, *probably_meant(key, known)[:1]))
     if override.is_delete():
         return OverrideProblem(_cannot_remove(key, config), (key,))
-    text = misread(key, override)
+    if key in TYPED_NODES and not isinstance(override.value(), dict):
+        text: str | None = _cannot_set(override, f"{key} is a group of options")
+    else:
+        text = misread(key, override)
     return OverrideProblem(text, (key,)) if text else None
 
 
@@ -180,10 +183,20 @@ def _flatten(node: Any, prefix: str = "") -> Iterator[str]:
             yield from _flatten(child, f"{path}.")
 
 
+def _cannot_set(override: Any, why: str) -> str:
+    text = str(override.input_line)
+    return f"{text} cannot be set: {why}\n    set in: command line\n    try:    one option at a time, KEY.OPTION=value"
+
+
 def _cannot_remove(key: str, config: Any) -> str:
     from omegaconf import OmegaConf
 
     node = OmegaConf.select(config, key, throw_on_missing=False)
+    if OmegaConf.is_dict(node):
+        return (
+            f"~{key} cannot take the option away: what reads it would go on with the defaults of its group.\n"
+            f"    set in: command line\n    try:    the command without ~{key}"
+        )
     default = "" if OmegaConf.is_config(node) or node is None else f" ({node})"
     return (
         f"~{key} cannot take the option away: what reads it would go on with its default{default}.\n"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlflow.config.tree import hint_of
-from rlflow.utils.errors import ConfigError
 
 TARGET = "_target_"
 # verl's class -> ours, where they have other names or one of theirs stands for several.
@@ -25,18 +24,19 @@ _OURS: dict[str, set[str]] = {
 }
 
 
-def drop_targets(config: Any) -> str | None:
+def drop_targets(config: Any, problems: list[str]) -> str | None:
     """Take `_target_` out of the typed nodes of a composed tree, in place.
+
+    Args:
+        config: the `DictConfig`.
+        problems: gets a text for each node that asks for another type than its own.
 
     Returns:
         A notice that names the nodes; None when there was none.
-
-    Raises:
-        ConfigError: a node asks for another type than its own.
     """
     from omegaconf import open_dict
 
-    dropped, problems = [], []
+    dropped = []
     with open_dict(config):
         for path, node in _with_target(config):
             kind = hint_of(path)
@@ -54,8 +54,6 @@ def drop_targets(config: Any) -> str | None:
                     "    try:    leave it out; classes of your own are named by data.custom_cls, "
                     "reward.reward_manager, trainer.v1.sampler.custom_sampler or agent.agent_loop_config_path"
                 )
-    if problems:
-        raise ConfigError("\n".join(problems))
     return f"{TARGET} of {', '.join(dropped)}: a node's type follows from its place" if dropped else None
 
 

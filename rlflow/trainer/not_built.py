@@ -16,6 +16,8 @@ def refuse(job: str, config_name: str, instead: str, arguments: Sequence[str] | 
 
     try:
         line = read_command_line(sys.argv[1:] if arguments is None else arguments, config_name)
+        if line.problems:
+            raise ConfigError("\n".join(line.problems))
         compose_config(line.overrides, line.config)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")

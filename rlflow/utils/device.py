@@ -317,8 +317,10 @@ def auto_set_device(config: Any) -> None:
     """
     trainer = getattr(config, "trainer", None)
     wanted = getattr(trainer, "device", None)
+    if wanted in (None, "cpu") or (wanted == "cuda" and not os.environ.get("RLFLOW_DEVICE")):
+        return  # torch, which takes seconds to import, could only find cuda or nothing
     here = get_device_name()
-    if wanted is None or here == "cpu" or wanted in ("cpu", here):
+    if here in ("cpu", wanted):
         return
     logger.warning("trainer.device=%s is not on this machine, using %s", wanted, here)
     trainer.device = here  # type: ignore[union-attr]

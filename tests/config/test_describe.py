@@ -47,3 +47,11 @@ def test_a_key_that_is_not_there_names_the_nearest() -> None:
 )
 def test_patterns(pattern: str, key: str, fits: bool) -> None:
     assert matches(pattern, key) is fits
+
+
+def test_names_that_are_known_without_torch_are_those_that_are_registered() -> None:
+    from rlflow.config.choices import ESTIMATORS, LOSSES
+    from rlflow.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, AdvantageEstimator
+
+    assert set(ESTIMATORS) == {name.value for name in AdvantageEstimator}
+    assert set(LOSSES) <= set(POLICY_LOSS_REGISTRY)

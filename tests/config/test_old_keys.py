@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 
 def moved(*overrides: str) -> tuple[Any, list[str]]:
     config = compose_config(["trainer.n_gpus_per_node=2", *overrides])
-    return config, move_old_keys(config)
+    problems: list[str] = []
+    notices = move_old_keys(config, problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config, notices
 
 
 def test_a_tree_without_old_keys_stays_as_it_is() -> None:
@@ -122,12 +127,13 @@ def test_options_of_hydra_are_named_and_flags_that_cannot_work_are_refused() -> 
     line = read_command_line(["hydra.run.dir=/x", "trainer.total_epochs=1", "hydra.verbose=true"])
     assert line.overrides == ["trainer.total_epochs=1"]
     assert "trainer.default_local_dir" in line.notices[0] and "no launcher" in line.notices[1]
-    with pytest.raises(ConfigError, match="--multirun is not an option here(.|\n)*start several"):
-        read_command_line(["--multirun", "a=1,2"])
-    with pytest.raises(ConfigError, match="the package has no such tree(.|\n)*ppo_megatron_trainer"):
-        read_command_line(["--config-name=dapo_trainer"])
-    with pytest.raises(ConfigError, match="there is no .*dapo.yaml"):
-        read_command_line(["--config-path", "/nowhere", "--config-name", "dapo"])
+    for arguments, expected in (
+        (["--multirun", "a=1,2"], r"--multirun is not an option here(.|\n)*start several"),
+        (["--config-name=dapo_trainer"], r"the package has no such tree(.|\n)*ppo_megatron_trainer"),
+        (["--config-path", "/nowhere", "--config-name", "dapo"], r"there is no .*dapo.yaml"),
+    ):
+        [problem] = read_command_line(arguments).problems
+        assert re.search(expected, problem)
     assert read_command_line(["--config-path=config", "--config-name=ppo_megatron_trainer.yaml"]).config == (
         "ppo_megatron_trainer"
     )
@@ -143,7 +149,7 @@ def test_a_config_file_of_the_users_builds_on_the_packages(tmp_path: Path) -> No
     line = read_command_line([f"--config-path={tmp_path}", "--config-name=mine", "trainer.total_epochs=2"])
     config = compose_config(line.overrides, line.config)
     assert config.data.train_batch_size == 12 and config.trainer.total_epochs == 2
-    notice = drop_targets(config)
+    notice = drop_targets(config, [])
     assert notice is not None and ACTOR in notice and "_target_" not in config.actor_rollout_ref.actor
 
 
@@ -151,11 +157,13 @@ def test_targets_must_name_the_type_of_their_node() -> None:
     config = compose_config(
         [f"+{ACTOR}.optim._target_=verl.workers.config.FSDPOptimizerConfig", "+reward.reward_kwargs._target_=my.Thing"]
     )
-    drop_targets(config)
+    problems: list[str] = []
+    drop_targets(config, problems)
+    assert not problems
     assert config.reward.reward_kwargs._target_ == "my.Thing"  # a free node
     for other in ("verl.workers.config.McoreOptimizerConfig", "my.package.FSDPOptimizerConfig"):
-        with pytest.raises(ConfigError, match="follows from its place"):
-            drop_targets(compose_config([f"+{ACTOR}.optim._target_={other}"]))
+        drop_targets(compose_config([f"+{ACTOR}.optim._target_={other}"]), problems)
+        assert "follows from its place" in problems.pop()
 
 
 def test_group_choices_of_verl_work(files: list[str]) -> None:
@@ -185,3 +193,25 @@ def test_switches_and_values_of_older_versions() -> None:
     assert renamed(["+trainer.remove_previous_ckpt_in_save=false"])[0] == []
     config, notices = moved(f"{ROLLOUT}.load_format=dummy_dtensor")
     assert config.actor_rollout_ref.rollout.load_format == "dummy" and "=dummy" in notices[0]
+
+
+def test_old_options_that_nothing_reads_any_more_are_named_and_left_out() -> None:
+    texts, notices = renamed(["reward_model.model.fsdp_config.param_offload=True", "trainer.total_epochs=1"])
+    assert texts == ["trainer.total_epochs=1"] and "has no effect: a reward model is served" in notices[0]
+
+
+def test_what_was_an_option_of_its_own_is_added_to_a_free_group() -> None:
+    texts, _ = renamed(["reward_model.overlong_buffer.len=64"])
+    assert texts == ["+reward.reward_kwargs.overlong_buffer_cfg.len=64"]
+    assert compose_config(texts).reward.reward_kwargs.overlong_buffer_cfg.len == 64
+
+
+def test_problems_of_every_kind_are_reported_at_once() -> None:
+    arguments = ["--multirun", "data=5", "trainer.totl_epochs=3", f"{ACTOR}.ppo_micro_batch_size=7"]
+    arguments += [f"+{ACTOR}.optim._target_=my.Optimizer", "algorithm.adv_estimator=grop"]
+    with pytest.raises(ConfigError) as error:
+        prepare_config(arguments, print)
+    text = str(error.value)
+    for part in ("--multirun", "data=5 cannot be set", "totl_epochs", "does not divide", "my.Optimizer", "name is not"):
+        assert part in text, part
+    assert "adv_estimator=gr" in text

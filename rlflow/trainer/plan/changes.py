@@ -32,6 +32,7 @@ def find_changes(config: Any, overrides: Sequence[str] | None = None) -> list[Ch
     """
     from omegaconf import OmegaConf
 
+    from rlflow.config.command_line import read_command_line
     from rlflow.config.describe import keys_of
     from rlflow.config.origin import COMMAND_LINE, Origins
     from rlflow.config.overrides import compose_config
@@ -42,8 +43,9 @@ def find_changes(config: Any, overrides: Sequence[str] | None = None) -> list[Ch
         return dict(_leaves(redact(plain)))
 
     engine = config.get("model_engine") or "dp"
+    given = None if overrides is None else read_command_line(overrides).overrides  # old keys under their new names
     defaults, values = leaves(compose_config([f"model_engine={engine}"])), leaves(config)
-    origins = None if overrides is None else Origins(overrides, keys_of(model_engine=engine))
+    origins = None if given is None else Origins(given, keys_of(model_engine=engine))
     found = []
     for key, value in values.items():
         default = defaults.get(key, _ABSENT)
