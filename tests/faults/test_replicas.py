@@ -33,7 +33,7 @@ from rlflow.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServ
 from rlflow.workers.rollout.supervised_sync import SupervisedSync
 from rlflow.workers.rollout.supervisor import ReplicaState, ReplicaSupervisor
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 HEARTBEAT_S, HANG_S, BACK_S = 0.5, 2.0, 60.0
 TOKENS = 300
