@@ -26,6 +26,8 @@ from collections.abc import Awaitable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
+from omegaconf import OmegaConf
+
 from rlflow.checkpoint_engine.phases import Phase, PhaseTimeouts
 from rlflow.checkpoint_engine.proof import Proof
 from rlflow.checkpoint_engine.receipt import WeightReceipt
@@ -275,8 +277,14 @@ class CheckpointEngineManager:
 def build_manager(
     rollout_config: Any, actor_wg: Any, replicas: Sequence[Any], backend: str | None = None
 ) -> CheckpointEngineManager:
-    """The manager that `rollout.checkpoint_manager_class` names, or the one of this module; arguments as its own."""
+    """The manager that `rollout.checkpoint_manager_class` names, or the one of this module.
+
+    It is called as `cls(config, actor_wg, replicas)`; with `backend`, that is the one in its configuration.
+    """
+    config = rollout_config.checkpoint_engine
+    if backend is not None:
+        config = OmegaConf.merge(config, {"backend": backend})
     name = rollout_config.get("checkpoint_manager_class", None)
     cls = load_class_from_fqn(name, "rollout.checkpoint_manager_class") if name else CheckpointEngineManager
-    manager: CheckpointEngineManager = cls(rollout_config.checkpoint_engine, actor_wg, replicas, backend)
+    manager: CheckpointEngineManager = cls(config, actor_wg, replicas)
     return manager

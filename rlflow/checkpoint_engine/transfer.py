@@ -116,6 +116,8 @@ class EngineTransfer(Transfer):
             self._members = members
 
     async def run(self, run: SyncRun) -> dict[int, WeightReceipt]:
+        from ray.exceptions import RayError
+
         await run.each(Phase.PREPARE, lambda replica: replica.release_kv_cache())
         try:
             if not run.replicas:
@@ -123,12 +125,15 @@ class EngineTransfer(Transfer):
             await self.prepare(run)
             async with run.clock.phase(Phase.TRANSFER):
                 return await self._exchange(run)
-        except WeightSyncError as error:
+        except (WeightSyncError, RayError) as error:  # of Ray's: a receiver died before the transfer began
             await self._blame(run, error)
             return {}
         finally:
             if run.failures:
                 self._members = ()
+            for replica in run.all:
+                if (failure := run.failures.get(replica.replica_rank)) is not None and failure.lost:
+                    self._relays.end(replica)  # dead or hung, or whatever it waits for: the next sync has a new one
             await self._finalize(run)
             await run.each(Phase.RESUME, lambda replica: replica.resume_kv_cache())
 
@@ -168,8 +173,10 @@ class EngineTransfer(Transfer):
         receipt: WeightReceipt = await ray_await(call, what=what, timeout_s=self._timeouts.transfer)
         return receipt
 
-    async def _blame(self, run: SyncRun, error: WeightSyncError) -> None:
+    async def _blame(self, run: SyncRun, error: Exception) -> None:
         """The transfer to all broke off: which replicas are dead or hung? The others just did not get the version."""
+        found = error if isinstance(error, WeightSyncError) else WeightSyncError(f"{type(error).__name__}: {error}")
+        phase = found.phase or Phase.PREPARE.value
 
         async def alive(replica: Any) -> bool:
             calls = [replica.weight_version()]
@@ -184,11 +191,11 @@ class EngineTransfer(Transfer):
         signs = await asyncio.gather(*(alive(replica) for replica in run.replicas))
         for replica, sign in zip(list(run.replicas), signs, strict=True):
             if sign:
-                run.fail(replica, Phase.TRANSFER, WeightSyncError(str(error), phase=error.phase, tensors=error.tensors))
+                same = WeightSyncError(str(found), phase=phase, tensors=found.tensors)
+                run.fail(replica, Phase.TRANSFER, same)
             else:
                 text = "it, or its weight receiver, is dead or hung"
-                run.fail(replica, Phase.TRANSFER, WeightSyncError(text, phase=error.phase, lost=True))
-                self._relays.end(replica)
+                run.fail(replica, Phase.TRANSFER, WeightSyncError(text, phase=phase, lost=True))
 
     async def _finalize(self, run: SyncRun) -> None:
         healthy = [replica for replica in run.all if replica.replica_rank not in run.failures]

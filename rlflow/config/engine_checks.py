@@ -27,10 +27,20 @@ def check_engine(c: TypedConfig, problems: list[str], notices: list[str]) -> Non
         )
     problems.extend(_unsupported(row, key, value, able, instead) for key, value, able, instead in _asked(c, row))
     _check_truncation(c, notices)
+    _check_placement(c, problems, notices)
+
+
+def _check_placement(c: TypedConfig, problems: list[str], notices: list[str]) -> None:
+    """Replicas share the trainer's devices, and get their weights from the worker beside them."""
     if c.rollout.nnodes > 0:
+        problems.append(
+            f"{ROLLOUT}.nnodes={c.rollout.nnodes}: replicas on nodes of their own need an asynchronous trainer, "
+            f"which is not in this version; they share the trainer's devices.\n    try:    {ROLLOUT}.nnodes=0"
+        )
+    if (backend := c.rollout.checkpoint_engine.backend) != "naive":
         notices.append(
-            f"rollout.nnodes={c.rollout.nnodes} has no effect with trainer.v1.trainer_mode=sync: replicas share the "
-            "trainer's devices"
+            f"rollout.checkpoint_engine.backend={backend} has no effect: it is for replicas on devices of their own; "
+            "those that share the trainer's always use naive"
         )
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from omegaconf import OmegaConf
 
 from rlflow.checkpoint_engine.base import WeightReceipt
-from rlflow.checkpoint_engine.manager import CheckpointEngineManager, SyncState
+from rlflow.checkpoint_engine.manager import CheckpointEngineManager, SyncState, build_manager
 from rlflow.utils.errors import ConfigError, ContractError, WeightSyncError
 
 
@@ -159,3 +160,20 @@ def test_an_unknown_backend_is_refused_by_name():
 
     with pytest.raises(ConfigError, match="carrier_pigeon is not registered. Known: broadcast, disk, naive, nccl"):
         CheckpointEngineManager(Other(), None, [])
+
+
+def test_a_manager_of_ones_own_gets_three_arguments_and_the_forced_backend(tmp_path, monkeypatch):
+    (tmp_path / "my_manager.py").write_text(
+        "from rlflow.checkpoint_engine.manager import CheckpointEngineManager\n"
+        "class Mine(CheckpointEngineManager):\n"
+        "    def __init__(self, config, actor_wg, replicas):\n"
+        "        super().__init__(config, actor_wg, replicas)\n"
+        "        self.backend = config.backend\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = OmegaConf.create(
+        {"checkpoint_manager_class": "my_manager.Mine", "checkpoint_engine": {"backend": "broadcast"}}
+    )
+    manager = build_manager(config, None, [], backend="naive")
+    assert (type(manager).__name__, manager.backend) == ("Mine", "naive")
+    assert config.checkpoint_engine.backend == "broadcast"

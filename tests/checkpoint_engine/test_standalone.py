@@ -63,6 +63,25 @@ def test_a_receiver_that_hangs_ends_the_broadcast_in_time_and_by_name(broadcast)
     assert broadcast.version(0) == broadcast.version(1) == 6
 
 
+def test_a_receiver_that_died_idle_costs_one_sync(broadcast):
+    kill_receiver(broadcast, 0)
+    with pytest.raises(WeightSyncError, match="replica 0 in `transfer`: it, or its weight receiver, is"):
+        broadcast.sync.update_weights(6)
+    broadcast.sync.update_weights(6)
+    kill_receiver(broadcast, 0)
+    broadcast.sync._transfer._members = ()  # found out while the group is made anew
+    with pytest.raises(WeightSyncError, match="replica 0 in `prepare`: it, or its weight receiver, is"):
+        broadcast.sync.update_weights(6)
+    broadcast.sync.update_weights(6)
+    assert broadcast.version(0) == broadcast.version(1) == 6
+
+
+def kill_receiver(system, rank):
+    relay = system.sync._transfer._relays.of(system.replicas[rank])
+    os.kill(ray_get(relay.ping.remote(), what="the relay", timeout_s=20), signal.SIGKILL)
+    time.sleep(0.5)
+
+
 def test_a_server_that_dies_in_a_broadcast_does_not_stop_the_other(broadcast):
     layer = "model.layers.1.mlp.up_proj.weight"
     broadcast.workers.change(2, fault=("SIGKILL", layer), victim=broadcast.replicas[0].pids[0])
@@ -94,6 +113,12 @@ def test_disk_carries_weights_in_files_that_servers_map(ray_cluster, model_path,
         assert system.sync.update_weights(2)["files"] > 1
         assert system.holds_the_trainers_weights(0)
         assert leftovers(folder) == ["weights-000000002"]
+        kill_receiver(system, 0)
+        with pytest.raises(WeightSyncError, match="replica 0 in `transfer`") as caught:
+            system.sync.update_weights(3)
+        assert caught.value.lost
+        system.sync.update_weights(3)
+        assert system.version(0) == 3
     finally:
         system.close()
 

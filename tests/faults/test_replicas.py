@@ -33,7 +33,7 @@ from rlflow.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServ
 from rlflow.workers.rollout.supervised_sync import SupervisedSync
 from rlflow.workers.rollout.supervisor import ReplicaState, ReplicaSupervisor
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 
 HEARTBEAT_S, HANG_S, BACK_S = 0.5, 2.0, 60.0
 TOKENS = 300
@@ -207,6 +207,48 @@ def test_a_start_that_fails_costs_one_of_the_tries(system: System) -> None:
     causes = [facts["cause"] for facts in system.named("replica_lost")]
     assert causes[0].startswith("dead: ") and causes[1] == "did not start: OSError: no room"
     assert len(set(tries)) == 2, "each life has a name of its own"
+
+
+def test_one_that_hangs_while_it_gets_its_weights_does_not_hold_up_the_trainer(system: System) -> None:
+    """Nobody waits for the deadline of the transfer (minutes)."""
+    system.until_all_serve()
+    system.events.clear()
+    record = system.supervisor.on_event
+    assert record is not None
+
+    def stop_the_new_one(name: str, **facts: Any) -> None:
+        record(name, **facts)
+        if name == "replica_restarted" and len(system.named(name)) == 1:
+            system.workers.strike(system.pid(0), int(signal.SIGSTOP), "model.norm.weight")
+
+    system.supervisor.on_event = stop_the_new_one
+    try:
+        os.kill(system.pid(0), signal.SIGKILL)
+        system.until(lambda: len(system.named("replica_lost")) == 2, "lost again")
+        system.sync.sleep_replicas()
+        system.update()
+        system.until(lambda: system.named("replica_serving"), "serves again")
+    finally:
+        system.supervisor.on_event = record
+    assert [facts["cause"].split(":")[0] for facts in system.named("replica_lost")] == ["dead", "hung"]
+
+
+def test_two_that_die_at_once_while_they_generate(system: System, undisturbed: list[list[int]]) -> None:
+    system.until_all_serve()
+    system.events.clear()
+
+    async def disturbed() -> list[Any]:
+        work = asyncio.create_task(ask_many(system))
+        await asyncio.gather(*(asyncio.wait_for(running_on(system, rank), 30) for rank in range(2)))
+        for rank in range(2):
+            os.kill(system.pid(rank), signal.SIGKILL)
+        return await work
+
+    check_answers(system, asyncio.run(disturbed()), undisturbed)
+    system.until_all_serve()
+    assert sorted(facts["replica"] for facts in system.named("replica_lost")) == [0, 1]
+    in_flight = ray_get(system.servers.global_load_balancer.get_total_inflight.remote(), what="leases", timeout_s=30)
+    assert in_flight == 0, "every lease was given back"
 
 
 def test_with_nobody_left_and_no_budget_all_who_wait_are_told_why(system: System) -> None:

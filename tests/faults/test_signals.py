@@ -34,6 +34,20 @@ def test_ctrl_c_while_generating_ends_the_run(launch: Launch, tiny_overrides: li
     assert "Traceback" not in run.log.read_text()
 
 
+@pytest.mark.slow
+def test_ctrl_c_while_a_replica_starts_again(launch: Launch, tiny_overrides: list[str]) -> None:
+    run = launch([*tiny_overrides, *LONG_ANSWERS])
+    run.wait_for(lambda: run.events("issued"))
+    [server] = run.events("replica_serving")[-1]["pids"]
+    os.kill(server, signal.SIGKILL)
+    run.wait_for(lambda: run.events("replica_restarting"))
+    run.wait_for(lambda: any(title.startswith("ray::HFServer") for title in run.titles()))
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.end(END_WITHIN_S)[0] == 130
+    [end] = run.events("run_ended")
+    assert end["reason"] == "ended by SIGINT"
+
+
 def test_sigterm_while_training_leaves_the_cluster_it_was_attached_to(
     launch: Launch, tiny_overrides: list[str], attached: dict[str, str]
 ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlflow.config import CheckpointEngineConfig
 from rlflow.utils.errors import ConfigError
 from rlflow.workers.rollout import capabilities
 from rlflow.workers.rollout.base import SamplingParams
@@ -83,6 +84,7 @@ def checks(overrides: dict, row: EngineCapabilities | None = None, monkeypatch=N
         ({"data_parallel_size": 2}, "try:    actor_rollout_ref.rollout.data_parallel_size=1, or"),
         ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2: the rollout engine hf"),
         ({"load_format": "gguf"}, "load_format=gguf: the rollout engine hf"),
+        ({"nnodes": 1}, "try:    actor_rollout_ref.rollout.nnodes=0"),
     ],
 )  # fmt: skip
 def test_a_setting_the_engine_cannot_honour_is_refused_before_ray_starts(overrides, part) -> None:
@@ -98,6 +100,11 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.Monke
 
 def test_defaults_pass() -> None:
     assert checks({}) == ("", "")
+
+
+def test_a_backend_that_hybrid_replicas_do_not_use_is_said_to_have_no_effect() -> None:
+    problems, notice = checks({"checkpoint_engine": CheckpointEngineConfig(backend="broadcast")})
+    assert not problems and "checkpoint_engine.backend=broadcast has no effect" in notice
 
 
 def test_truncated_sampling_that_meets_a_correction_is_told_why_its_ratios_are_off() -> None:

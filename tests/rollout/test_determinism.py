@@ -107,3 +107,13 @@ def test_processes_of_a_deterministic_run_know_it(monkeypatch):
     assert (env["PYTHONHASHSEED"], env["VLLM_BATCH_INVARIANT"]) == ("7", "1")
     monkeypatch.setenv("RLFLOW_FULL_DETERMINISM", env["RLFLOW_FULL_DETERMINISM"])
     assert is_full_determinism()
+
+
+def test_a_server_that_died_before_an_announcement_is_passed_over(servers):
+    """Last: one of the servers is gone."""
+    import os
+    import signal
+
+    os.kill(servers.get_replicas()[1].pids[0], signal.SIGKILL)
+    results = play(servers, SESSIONS)
+    assert all(len(turns) == 2 for session, turns in results.items() if session != SESSIONS[5])

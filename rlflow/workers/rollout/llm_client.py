@@ -121,22 +121,33 @@ class LLMServerClient:
     def announce_sessions(self, sessions: Sequence[str], keep: Collection[str]) -> None:
         """Tell the servers which sessions are about to begin, in the order in which their requests are to be served.
 
-        Blocks until all servers know. Each session must be ended with `end_session`.
+        Blocks until all servers know; waits for one where somebody starts servers again. The sessions of a server that
+        turns out to be dead are served elsewhere, as those nobody announced. Each must be ended with `end_session`.
 
         Args:
             sessions: names `{uid}_{number}`.
             keep: prompts (uids) of earlier announcements that still run; sessions of others are forgotten.
         """
-        parts = ray_get(
-            self._balancer.announce_sessions.remote(list(sessions)),
-            what="the rollout load balancer",
-            timeout_s=BALANCER_TIMEOUT_S,
-        )
+        from ray.exceptions import RayActorError
+
+        balancer, wait_s = "the rollout load balancer", self._timeout_s
         ray_get(
-            [server.announce_sessions.remote(part, list(keep)) for server, part in parts.values()],
-            what=f"{len(parts)} rollout servers to take the announcement of {len(sessions)} sessions",
-            timeout_s=BALANCER_TIMEOUT_S,
+            self._balancer.wait_for_servers.remote(wait_s, self._patient),
+            what=balancer,
+            timeout_s=wait_s + BALANCER_TIMEOUT_S,
         )
+        parts = ray_get(
+            self._balancer.announce_sessions.remote(list(sessions)), what=balancer, timeout_s=BALANCER_TIMEOUT_S
+        )
+        told = {
+            server_id: server.announce_sessions.remote(part, list(keep)) for server_id, (server, part) in parts.items()
+        }
+        for server_id, ref in told.items():
+            what = f"rollout server {server_id} to take the announcement of {len(sessions)} sessions"
+            try:
+                ray_get(ref, what=what, timeout_s=BALANCER_TIMEOUT_S)
+            except RayActorError:
+                self._balancer.report_dead.remote(server_id)
 
     def end_session(self, session: str) -> None:
         """An announced session makes no more requests. Does not wait."""

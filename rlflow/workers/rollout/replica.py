@@ -234,8 +234,8 @@ class RolloutReplica(ABC):
         """End the servers and all their processes at once, whatever they do; calls that wait for them fail."""
         servers, self.servers, self._server_handle = self.servers, [], None
         known, self._processes = self._processes, []
-        for nth, server in enumerate(servers):
-            await kill_server(server, known[nth] if nth < len(known) else None)
+        ends = [kill_server(server, known[nth] if nth < len(known) else None) for nth, server in enumerate(servers)]
+        await asyncio.shield(asyncio.gather(*ends))  # who is cancelled meanwhile must not leave half of it behind
 
     async def shutdown(self) -> None:
         """Stop the servers and end their processes. Errors of a dying process are ignored."""

@@ -23,7 +23,6 @@ import asyncio
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import Enum
@@ -35,6 +34,7 @@ from rlflow.utils.errors import DeadlineError
 from rlflow.utils.ray_utils import ray_await
 from rlflow.workers.rollout.base import RolloutError
 from rlflow.workers.rollout.replica import RolloutReplica
+from rlflow.workers.rollout.vital_signs import first_line, probe, trouble
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,7 @@ EventSink = Callable[..., None]
 
 _LONG_CALL_S = 30.0
 _BALANCER_TIMEOUT_S = 60.0
-# A process that has just died is "unavailable" for a moment before Ray says that it is dead.
-_UNAVAILABLE_PAUSE_S = 0.2
+_LOOK_AGAIN_S = 0.2
 
 
 class ReplicaState(Enum):
@@ -83,7 +82,8 @@ class ReplicaSupervisor:
         balancer: the balancer actor of their clients.
 
     Attributes:
-        on_event: called as `on_event(name, **facts)` for every event, in the supervisor's thread.
+        on_event: called as `on_event(name, **facts)` for every event, in the supervisor's thread. What happens before
+            it is set is told with the first event after.
         deliver: called for a replica that waits for weights; brings them if it can (`SupervisedSync` sets it).
     """
 
@@ -97,6 +97,7 @@ class ReplicaSupervisor:
         self._halt = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="replica-supervisor", daemon=True)
         self._started = threading.Event()
+        self._untold: list[tuple[str, dict[str, Any]]] = []
         self._losses: list[int] = []  # ranks, in the order in which they were lost
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counts = {"lost": 0, "restarts": 0, "downtime_s": 0.0}
@@ -131,7 +132,14 @@ class ReplicaSupervisor:
             work.close()
             raise RolloutError("The supervisor of the rollout replicas is not running; its log says why it ended.")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+        except TimeoutError as error:
+            if future.done() and not future.cancelled():
+                raise  # the work's own
+            raise DeadlineError(
+                f"The supervisor of the rollout replicas did not answer in {timeout_s:.0f} s."
+            ) from error
 
     def wake(self) -> None:
         """Something changed for replicas that wait: look again now."""
@@ -178,7 +186,11 @@ class ReplicaSupervisor:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         await self._ask(self._balancer.set_hope.remote(True))
-        await asyncio.gather(*(w.replica.note_processes() for w in self.watched))
+        noting = (asyncio.wait_for(w.replica.note_processes(), self.settings.hang_timeout_s) for w in self.watched)
+        for w, error in zip(self.watched, await asyncio.gather(*noting, return_exceptions=True), strict=True):
+            if error is not None:  # dead or hung already: its first look will find that
+                logger.warning("rollout replica %d does not answer: %s", w.replica.replica_rank, first_line(error))
+                w.wake.set()
         self._started.set()
         works: list[Callable[[], Coroutine[Any, Any, None]]] = [partial(self._watch, w) for w in self.watched]
         tasks = [asyncio.create_task(self._keep_going(work)) for work in [*works, self._listen]]
@@ -210,12 +222,23 @@ class ReplicaSupervisor:
                 await self._deliver(w)
 
     async def _deliver(self, w: Watched) -> None:
+        """Bring weights, and look meanwhile as often as else: a server that hangs must not hold up the trainer."""
         assert self.deliver is not None
+        delivery = asyncio.create_task(self.deliver(w))
+        cause: str | None = None
         try:
-            await self.deliver(w)
+            while not (await asyncio.wait({delivery}, timeout=self.settings.heartbeat_s))[0]:
+                cause = cause or await self._trouble(w)
+                if cause and not delivery.done():
+                    await w.replica.kill()  # the delivery's calls to it fail now
+            await delivery
+            if cause:
+                await self._replace(w, cause)
         except Exception as error:  # noqa: BLE001 - whatever it was, this replica has no proven weights
-            cause = await self._trouble(w) or f"{type(error).__name__}: {_first_line(error)}"
+            cause = cause or await self._trouble(w) or f"{type(error).__name__}: {first_line(error)}"
             await self._replace(w, cause)
+        finally:
+            delivery.cancel()
 
     async def _listen(self) -> None:
         """Clients see a death first: their reports wake the watcher of that replica."""
@@ -232,30 +255,11 @@ class ReplicaSupervisor:
         return await ray_await(ref, what="the rollout load balancer", timeout_s=_LONG_CALL_S + _BALANCER_TIMEOUT_S)
 
     async def _trouble(self, w: Watched) -> str | None:
-        """Why the replica cannot serve, None when it gives a sign of life."""
-        from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
-
-        limit = self.settings.hang_timeout_s
-        deadline = time.monotonic() + limit
-        calls = list(w.replica.servers)
-        while True:
-            try:
-                answers = await asyncio.gather(
-                    *(ray_await(server.status.remote(), what="status", timeout_s=limit) for server in calls)
-                )
-            except ActorUnavailableError as error:
-                if time.monotonic() > deadline:
-                    return f"unreachable for {limit:g} s: {_first_line(error)}"
-                await asyncio.sleep(_UNAVAILABLE_PAUSE_S)
-                continue
-            except RayActorError as error:
-                return f"dead: {_first_line(error)}"
-            except TimeoutError:
-                return f"hung: no answer to status within rollout.supervisor.hang_timeout_s={limit:g} s"
-            except RayTaskError as error:
-                return f"failed: {_first_line(error)}"
-            failures = [answer["failure"] for answer in answers if answer.get("failure")]
-            return f"failed: {failures[0]}" if failures else None
+        """Why the replica cannot serve; None when it gives a sign of life, or is being replaced already."""
+        life = w.replica.life
+        cause = await trouble(list(w.replica.servers), self.settings.hang_timeout_s)
+        replaced = w.replica.life != life or w.state in (ReplicaState.STARTING, ReplicaState.GONE)
+        return None if replaced else cause
 
     async def _replace(self, w: Watched, cause: str) -> None:
         """Evict, kill, start again as often as the budget allows."""
@@ -263,7 +267,10 @@ class ReplicaSupervisor:
             return
         w.lost_at = w.lost_at or time.monotonic()
         while True:
-            await self._evict(w, cause)
+            try:
+                await self._evict(w, cause)
+            except Exception:  # it has left its state: only a start, or the end of the budget, brings it out of there
+                logger.exception("rollout replica %d was not evicted properly", w.replica.replica_rank)
             if w.restarts >= self.settings.max_restarts:
                 await self._give_up(w)
                 return
@@ -275,7 +282,7 @@ class ReplicaSupervisor:
                     await w.replica.note_processes()
                     await w.replica.sleep()  # at rest, as a weight update wants it
             except Exception as error:  # noqa: BLE001 - any failure to start is answered by the next try, or the budget
-                cause = f"did not start: {type(error).__name__}: {_first_line(error)}"
+                cause = f"did not start: {type(error).__name__}: {first_line(error)}"
                 continue
             break
         w.enter(ReplicaState.WAITING)
@@ -306,10 +313,13 @@ class ReplicaSupervisor:
         return f"{'; '.join(parts)}; rollout.supervisor.max_restarts={self.settings.max_restarts} is used up"
 
     def _event(self, name: str, w: Watched, **facts: Any) -> None:
+        self._untold.append((name, {"replica": w.replica.replica_rank, **facts}))
         if self.on_event is None:
-            return
+            return  # the journal opens later
+        told, self._untold = self._untold, []
         try:
-            self.on_event(name, replica=w.replica.replica_rank, **facts)
+            for event, its_facts in told:
+                self.on_event(event, **its_facts)
         except Exception:  # a full disk must not end the supervision
             logger.exception("the event %s of rollout replica %d is not recorded", name, w.replica.replica_rank)
 
@@ -327,18 +337,30 @@ class ReplicaSupervisor:
 
     async def admit(self, ranks: set[int], version: int) -> None:
         """These replicas got weights: let those that wait serve, once they have proved it."""
-        for w in self.watched:
-            if w.replica.replica_rank in ranks and w.state is ReplicaState.WAITING:
-                try:
-                    await self.prove(w, version)
-                except Exception as error:  # noqa: BLE001 - it does not serve, whatever the reason
-                    cause = await self._trouble(w) or f"not ready: {_first_line(error)}"
-                    self._in_background(self._replace(w, cause))
+        new = [w for w in self.watched if w.replica.replica_rank in ranks and w.state is ReplicaState.WAITING]
+        await asyncio.gather(*(self._admit(w, version) for w in new))
+
+    async def _admit(self, w: Watched, version: int) -> None:
+        life = w.replica.life
+        try:
+            await self.prove(w, version)
+        except Exception as error:  # noqa: BLE001 - it does not serve, whatever the reason
+            cause = await self._trouble(w) or f"not ready: {first_line(error)}"
+            if w.replica.life == life:
+                self._in_background(self._replace(w, cause))
 
     async def prove(self, w: Watched, version: int) -> None:
-        """One token under `version`, then into the balancer. `RolloutError` or `DeadlineError` when it cannot."""
+        """One token under `version`, then into the balancer.
+
+        Raises:
+            RolloutError, DeadlineError: it cannot, or it was lost meanwhile.
+        """
+        server_id, server = w.replica.server_id, w.replica.server_handle
         await probe(w.replica, version, self.settings.ready_timeout_s)
-        await self._ask(self._balancer.add_servers.remote({w.replica.server_id: w.replica.server_handle}))
+        if w.state is ReplicaState.WAITING and w.replica.server_id == server_id:
+            await self._ask(self._balancer.add_servers.remote({server_id: server}))
+        if w.state is not ReplicaState.WAITING or w.replica.server_id != server_id:
+            raise RolloutError(f"Rollout replica {w.replica.replica_rank} was lost while it proved its weights.")
         down = 0.0 if w.lost_at is None else time.monotonic() - w.lost_at
         w.lost_at = None
         w.enter(ReplicaState.SERVING)
@@ -353,7 +375,7 @@ class ReplicaSupervisor:
                 return True
             if self.nobody_left() is not None:
                 return False
-            await asyncio.sleep(_UNAVAILABLE_PAUSE_S)
+            await asyncio.sleep(_LOOK_AGAIN_S)
         return False
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -368,31 +390,9 @@ _ADVICE = (
 )
 
 
-async def probe(replica: RolloutReplica, version: int, timeout_s: float) -> None:
-    """A generate call of one token; `RolloutError` unless the answer is one token of weight version `version`."""
-    params = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
-    what = f"the first token of rollout replica {replica.replica_rank}"
-    output = await ray_await(
-        replica.server_handle.generate.remote([0], params, f"probe-{uuid.uuid4().hex[:12]}", timeout_s),
-        what=what,
-        timeout_s=timeout_s,
-    )
-    got = output.extra_fields.get("global_steps")
-    if len(output.token_ids) != 1 or got != version:
-        raise RolloutError(
-            f"Rollout replica {replica.replica_rank} answered its readiness probe with {len(output.token_ids)} tokens "
-            f"({output.stop_reason}) of weight version {got}; expected one token of version {version}."
-        )
-
-
 async def _until(event: asyncio.Event, seconds: float) -> None:
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
     except TimeoutError:
         return
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
