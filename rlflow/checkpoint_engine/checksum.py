@@ -24,12 +24,15 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _COLUMNS = 1024
 _ROW_BYTES = 8 * _COLUMNS
-# Tensors are read in blocks that fit into a core's cache, so that a cast and a checksum cost one pass over memory.
-BLOCK_BYTES = 64 * _ROW_BYTES
+# Tensors of the host are read in blocks: one as it travels, as it is held (twice as wide) and a scratch of it fit into
+# a core's cache, so that copy, cast and checksum cost one pass over memory. A device takes larger ones, because a block
+# costs several kernel launches.
+BLOCK_BYTES = 32 * _ROW_BYTES
+_DEVICE_BLOCK_BYTES = 8192 * _ROW_BYTES
 
 
 class TensorDigest:
-    """The digest of one tensor from its bytes, block by block; all blocks but the last are of `BLOCK_BYTES`."""
+    """The digest of one tensor from its bytes, block by block; all blocks but the last are of whole rows."""
 
     def __init__(self) -> None:
         self._columns: Tensor | None = None
@@ -65,41 +68,39 @@ class TensorDigest:
 
 def tensor_digest(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> int:
     """The digest of one tensor, as it is in the type `dtype` (None: its own)."""
+    flat = tensor.detach().contiguous().view(-1)
+    return _digest(name, tuple(tensor.shape), flat, dtype or tensor.dtype)
+
+
+def copy_with_digest(name: str, source: Tensor, target: Tensor, dtype: torch.dtype | None = None) -> int:
+    """Copy a tensor of any layout, type and device into `target`; the digest of what is there now.
+
+    Args:
+        target: as many numbers; the digest's shape is the source's.
+        dtype: the type that travels, in which the digest is taken; None: the target's.
+    """
+    shape, dtype = tuple(source.shape), dtype or target.dtype
+    if not target.is_contiguous():
+        target.copy_(source.view(target.shape))
+        return _digest(name, shape, target.contiguous().view(-1), dtype)
+    return _digest(name, shape, target.view(-1), dtype, source.detach().reshape(-1))
+
+
+def _digest(name: str, shape: tuple[int, ...], flat: Tensor, dtype: torch.dtype, source: Tensor | None = None) -> int:
+    """Of `flat` [n] in the type `dtype`; `source` [n] is copied into it first, block by block."""
     import torch
 
-    dtype = tensor.dtype if dtype is None else dtype
-    flat = tensor.detach().reshape(-1)
-    step = BLOCK_BYTES // dtype.itemsize
+    step = (BLOCK_BYTES if flat.device.type == "cpu" else _DEVICE_BLOCK_BYTES) // dtype.itemsize
     scratch = torch.empty(min(step, flat.numel()), dtype=dtype, device=flat.device) if dtype != flat.dtype else None
     digest = TensorDigest()
     for start in range(0, flat.numel(), step):
         block = flat[start : start + step]
+        if source is not None:
+            block.copy_(source[start : start + step])
         if scratch is not None:
             block = scratch[: block.numel()].copy_(block)
         digest.update(block.view(torch.uint8))
-    return digest.value(name, tuple(tensor.shape), type_name(dtype))
-
-
-def copy_with_digest(name: str, source: Tensor, target: Tensor) -> int:
-    """Copy a tensor of any layout, type and device into `target`, flat, in its type; the digest of what is there now.
-
-    Args:
-        target: [n], contiguous; its type is the one that travels.
-    """
-    import torch
-
-    shape = tuple(source.shape)
-    source = source.detach()
-    if not source.is_contiguous():
-        source = source.contiguous()
-    source = source.view(-1)
-    step = BLOCK_BYTES // target.dtype.itemsize
-    digest = TensorDigest()
-    for start in range(0, target.numel(), step):
-        block = target[start : start + step]
-        block.copy_(source[start : start + step])
-        digest.update(block.view(torch.uint8))
-    return digest.value(name, shape, type_name(target.dtype))
+    return digest.value(name, shape, type_name(dtype))
 
 
 def combine(digests: list[int]) -> int:

@@ -16,15 +16,20 @@ class ServerLink:
 
     A server that dies, or leaves a bucket unanswered for half of the time a transfer may take, is lost: the error says
     so (`WeightSyncError.lost`), early enough for the others to end within that time.
+
+    Attributes:
+        buckets_at_once: how many buckets may be under way to the server.
     """
 
     def __init__(self, server: Any, version: int, timeouts: PhaseTimeouts) -> None:
         self._server, self._version, self._timeouts = server, version, timeouts
+        self.buckets_at_once = 1
 
     async def begin(self, lora: dict[str, Any] | None = None) -> None:
         """Start; with `lora` (PEFT's config) the tensors are parts of an adapter."""
         arguments = (self._version,) if lora is None else (self._version, lora)
-        await self._answer(self._server.begin_update.remote(*arguments), "taking weights", Phase.PREPARE)
+        answer = await self._answer(self._server.begin_update.remote(*arguments), "taking weights", Phase.PREPARE)
+        self.buckets_at_once = int(answer or 1)
 
     async def load(self, metas: list[TensorMeta], path: str) -> None:
         """One bucket; on return the server has copied it."""

@@ -6,6 +6,7 @@ The sender packs tensors into memory that the server opens too (`segments`), and
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,9 @@ Tensors = Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]]
 class SharedMemorySender:
     """Sends to the server on this node.
 
+    After a good update it keeps the few pieces of memory that took turns, for the next one (`packer`); after a failed
+    one nothing, because a server that hung may still read.
+
     Args:
         rollout_config: reads `dtype` and `checkpoint_engine`.
         rank: of this process; for the label of its memory and for messages.
@@ -40,6 +44,8 @@ class SharedMemorySender:
         self._types = WireTypes.from_config(rollout_config)
         self._bucket_bytes = int(config.update_weights_bucket_megabytes * 2**20)
         self._timeouts = PhaseTimeouts.from_config(config)
+        self._spare: list[Segment] = []
+        weakref.finalize(self, _close_all, self._spare)
 
     async def send(
         self, params: Tensors, server: Any, version: int, lora: dict[str, Any] | None = None
@@ -64,7 +70,9 @@ class SharedMemorySender:
             return None
         clock = PhaseClock(self._timeouts, f"Weight version {version}")
         link = ServerLink(server, version, self._timeouts)
-        packer = BucketPacker(link, self._types, self._bucket_bytes, f"rlflow-weights-v{version}-r{self._rank}")
+        label = f"rlflow-weights-r{self._rank}"
+        packer = BucketPacker(link, self._types, self._bucket_bytes, label, self._spare)
+        self._spare.clear()
         started = time.perf_counter()
         try:
             async with clock.phase(Phase.PREPARE):
@@ -75,6 +83,7 @@ class SharedMemorySender:
                 await packer.flush()
             async with clock.phase(Phase.VERIFY):
                 got = await link.finish(len(packer.digests), combine(packer.digests))
+            self._spare.extend(packer.keep())
         except Exception:
             # Gathering a tensor is collective: the other ranks would wait for this one.
             await _exhaust(tensors)
@@ -111,6 +120,11 @@ class SharedMemorySender:
     def _sent(self, version: int, packer: BucketPacker) -> WeightReceipt:
         count, checksum = len(packer.digests), combine(packer.digests)
         return WeightReceipt(version, count, packer.total_bytes, checksum, holder=f"trainer rank {self._rank}")
+
+
+def _close_all(segments: list[Segment]) -> None:
+    for segment in segments:
+        segment.close()
 
 
 async def _each(params: Tensors) -> AsyncIterator[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.checkpoint_engine.checksum import combine, tensor_digest
+from rlflow.checkpoint_engine.checksum import combine, copy_with_digest, tensor_digest
 
 
 def tensors():
@@ -47,3 +47,19 @@ def test_every_accident_changes_it(change):
 def test_scalars_and_empty_tensors_have_a_digest():
     assert tensor_digest("s", torch.tensor(1.5)) != tensor_digest("s", torch.tensor(2.5))
     assert tensor_digest("e", torch.zeros(0, 4)) != tensor_digest("e", torch.zeros(4, 0))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (640, 513)])  # the last one: several blocks and a rest
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_copy_has_the_digest_of_what_travelled(shape, held, strided):
+    source, target = torch.randn(*shape, 2).to(torch.bfloat16), torch.zeros(*shape, 2, dtype=held)
+    source, target = (t[..., 1] if strided else t[..., 1].contiguous() for t in (source, target))
+    assert copy_with_digest("t", source, target, torch.bfloat16) == tensor_digest("t", source)
+    assert torch.equal(target.to(torch.bfloat16), source)
+
+
+def test_a_copy_that_loses_bits_has_another_digest():
+    source = torch.full((640, 513), 1 + 2**-7).to(torch.bfloat16)
+    target = torch.zeros(source.shape, dtype=torch.float8_e4m3fn)
+    assert copy_with_digest("t", source, target, torch.bfloat16) != tensor_digest("t", source)

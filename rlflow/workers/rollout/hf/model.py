@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.checkpoint_engine.checksum import combine, tensor_digest
+from rlflow.checkpoint_engine.checksum import combine, copy_with_digest, tensor_digest
 from rlflow.checkpoint_engine.receipt import some
 from rlflow.checkpoint_engine.wire import WireTypes
 from rlflow.utils.attention_needs import AttentionCalls
@@ -159,7 +159,9 @@ class ServedModel:
         self.lora_modules = None
 
     def load(self, name: str, tensor: Tensor, digest: int | None = None) -> None:
-        """Put one tensor (values of its type on the wire) into the parameter of that name.
+        """Put one tensor (values of its type on the wire) into the parameter of that name, and read it back.
+
+        The parameter's digest is taken block by block while the block is in a cache.
 
         Args:
             digest: `tensor_digest` of what was sent, to be compared by `finish`.
@@ -180,15 +182,11 @@ class ServedModel:
                 f"{tuple(target.shape)}. Actor and rollout must be built from the same config.",
                 tensors=(name,),
             )
-        target.data.copy_(tensor)
-        self._arrived[name] = digest
         # Tied weights may come under both names: what the first one left may be gone.
         self._held.pop(self._writer.get(target.data_ptr(), name), None)
         self._writer[target.data_ptr()] = name
-
-    def read_back(self, name: str) -> None:
-        """Take the digest of a parameter that was just loaded, while it is in a cache and the next bucket is filled."""
-        self._held[name] = self._digest(name)
+        self._arrived[name] = digest
+        self._held[name] = copy_with_digest(name, tensor, target.data, self._wire.of(name, target.dtype))
 
     def finish(self) -> tuple[int, int]:
         """End an update: (tensors loaded, checksum of what the parameters now hold).

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rlflow.workers.rollout.hf.model import ServedModel
 
 logger = logging.getLogger(__name__)
+# The engine's thread begins the next bucket while the answer for the last one is on its way.
+_BUCKETS_AT_ONCE = 2
 
 
 class HFServer:
@@ -166,16 +168,18 @@ class HFServer:
 
     # --- weights --------------------------------------------------------------------------------------------------
 
-    async def begin_update(self, version: int, lora: dict[str, Any] | None = None) -> None:
+    async def begin_update(self, version: int, lora: dict[str, Any] | None = None) -> int:
         """Start the transfer of a version; what an earlier one left unfinished is forgotten.
 
         With `lora`, PEFT's config as a dict, the tensors are those of an adapter, and the base weights stay.
+        Returns how many calls of `load_bucket` may be under way at once.
 
         Raises:
             ContractError: the engine is neither paused nor asleep.
         """
         await asyncio.wrap_future(self._engine.start_update(lora))
         self._loaded_bytes = 0
+        return _BUCKETS_AT_ONCE
 
     async def load_bucket(self, metas: list[TensorMeta], path: str) -> int:
         """Copy the tensors of a bucket (see `checkpoint_engine.segments`) into the parameters.
@@ -248,11 +252,12 @@ class HFServer:
 
 def copy_bucket(metas: list[TensorMeta], path: str, model: ServedModel) -> None:
     """Load the tensors of a bucket into the model's parameters."""
+    from rlflow.checkpoint_engine.cores import half_of_the_cores
     from rlflow.checkpoint_engine.segments import open_bucket
 
     digests = {meta.name: meta.digest for meta in metas}
-    with open_bucket(path, metas, verify=False) as tensors:  # what counts is what the parameters hold in the end
+    # Nothing is verified on opening: what counts is what the parameters hold in the end.
+    with half_of_the_cores(), open_bucket(path, metas, verify=False) as tensors:
         while tensors:  # views must not outlive the block
             name, tensor = tensors.pop()
             model.load(name, tensor, digests[name])
-            model.read_back(name)
