@@ -20,8 +20,6 @@ PACKAGE = Path(rlflow.__file__).parent
 ALLOWED = {
     "agent_loop/session.py::within_deadline": "the task is done",
     "checkpoint/background.py::CheckpointWriter.write": "the writer was made with a limit",
-    "observe/doctor/__init__.py::examine": "each part was given timeout_s",
-    "observe/doctor/probe.py::run_python": "its process group was killed",
     "observe/tracking/guard.py::Background._work": "its own thread, waiting for work; who waits for it has a limit",
     "reward_loop/child.py::Channel.start_guard": "the guard lives until its worker's pipe closes; that is its purpose",
     "reward_loop/child.py::serve_async": "waits for the worker's next request or for the end of its pipe",
