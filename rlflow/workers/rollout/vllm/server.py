@@ -21,9 +21,9 @@ from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 from rlflow.workers.rollout.base import RolloutError, SamplingParams, TokenOutput, token_budget
 from rlflow.workers.rollout.capabilities import check_request
 from rlflow.workers.rollout.hf.model import eos_token_ids
+from rlflow.workers.rollout.process_guard import kill_marked, start_guard
+from rlflow.workers.rollout.request_gate import RequestGate, names
 from rlflow.workers.rollout.vllm.engine_args import build_engine_args
-from rlflow.workers.rollout.vllm.guard import kill_marked, start_guard
-from rlflow.workers.rollout.vllm.requests import RequestGate, names
 from rlflow.workers.rollout.vllm.sampling import aborted_before_start, engine_sampling, read_sampling, token_output
 from rlflow.workers.rollout.vllm.weights import WeightDoor
 
