@@ -167,16 +167,19 @@ class VLLMServer:
 
     async def _run(self, prompt_ids: list[int], sampling: Any, request_id: str, priority: int = 0) -> Any:
         """vLLM's last output of a request. Cancelled, it aborts the request."""
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        last = None
+        engine, last = self._engine, None
         try:
-            async for output in self._engine.generate(
+            async for output in engine.generate(
                 {"prompt_token_ids": list(prompt_ids)}, sampling, request_id, priority=priority
             ):
                 last = output
         except EngineDeadError as error:
             raise RolloutError(f"{self._holder}: vLLM's engine process died ({error}).") from error
+        except EngineGenerateError as error:  # also when the engine dies while a request is on its way to it
+            what = "engine process died" if engine.errored else "engine failed"
+            raise RolloutError(f"{self._holder}: vLLM's {what} ({error.__cause__}).") from error
         if last is None:
             raise RolloutError(f"{self._holder}: vLLM ended request {request_id} without an answer.")
         return last
