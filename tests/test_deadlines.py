@@ -45,9 +45,9 @@ ALLOWED = {
     "workers/rollout/hf/score_queue.py::ScoreQueue.close": "one forward; who calls the server has CALL_TIMEOUT_S",
     "workers/rollout/hf/scoring_server.py::HFScoringServer._load": "loading the model; the launcher waits as below",
     "workers/rollout/hf/server.py::HFServer.__init__": "loading the model; the launcher waits LAUNCH_TIMEOUT_S for it",
-    "workers/rollout/vllm/guard.py::wait_for_end": "the guard lives until its server ends; that is its purpose",
-    "workers/rollout/vllm/requests.py::RequestGate.enter": "inside the request's asyncio.timeout",
-    "workers/rollout/vllm/requests.py::RequestGate._quiet": "inside asyncio.timeout",
+    "workers/rollout/process_guard.py::wait_for_end": "the guard lives until its server ends; that is its purpose",
+    "workers/rollout/request_gate.py::RequestGate.enter": "inside the request's asyncio.timeout",
+    "workers/rollout/request_gate.py::RequestGate._quiet": "inside asyncio.timeout",
 }
 
 

@@ -17,7 +17,8 @@ from rlflow.utils.ray_utils import ray_await
 
 LENGTH = 48
 # Mean absolute difference, nats: 16-bit weights against the actor's master weights; fp32 weights in another kernel.
-_TOLERANCE_16_BIT, _TOLERANCE_FP32 = 0.1, 0.01
+# Right weights in bf16 give 0.05 to 0.08, the faults it is for 0.76 and more (measured: docs/weight_sync.md).
+_TOLERANCE_16_BIT, _TOLERANCE_FP32 = 0.25, 0.01
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ async def check_canary(
     who = f"Rollout replica {replica_rank}"
     call = server.prompt_log_probs.remote(list(canary.token_ids))
     got = await ray_await(call, what=f"the canary of rollout replica {replica_rank}", timeout_s=timeout_s)
-    error = _difference(canary.log_probs, got)
+    error = canary_error(canary.log_probs, got)
     if error <= tolerance:
         return error
     await ray_await(server.abandon_update.remote(), what=f"{who} to give up its weights", timeout_s=timeout_s)
@@ -65,7 +66,8 @@ async def check_canary(
     )
 
 
-def _difference(wanted: Sequence[float], got: Sequence[float]) -> float:
+def canary_error(wanted: Sequence[float], got: Sequence[float]) -> float:
+    """Mean absolute difference in nats; infinite when they cannot be compared."""
     if len(wanted) != len(got) or not got:
         return math.inf
     error = sum(abs(a - b) for a, b in zip(wanted, got, strict=True)) / len(got)

@@ -28,12 +28,10 @@ from rlflow.config import HFModelConfig, RolloutConfig
 from rlflow.utils import tensordict_utils as tu
 from rlflow.utils.errors import ConfigError, ContractError
 from rlflow.workers.engine.base import BaseEngine
+from rlflow.workers.rollout.capabilities import capabilities_of
 from rlflow.workers.training_worker import TrainingWorker
 
 logger = logging.getLogger(__name__)
-
-# Engines whose server takes `begin_update(version, lora)`.
-ADAPTER_ENGINES = frozenset({"hf"})
 
 
 class WeightExport:
@@ -47,7 +45,7 @@ class WeightExport:
         self._rollout, self._rank = rollout, rank
         self._types = WireTypes.from_config(rollout)
         self._sender = SharedMemorySender(rollout, rank, world_size)
-        self._as_adapter = model.uses_lora and not model.lora.merge and rollout.name in ADAPTER_ENGINES
+        self._as_adapter = model.uses_lora and not model.lora.merge and capabilities_of(rollout.name).lora_adapters
         self._base_done = False
         self._server: Any = None
         self._replica_size = 1

@@ -47,7 +47,8 @@ class EngineCapabilities:
         devices: values of `trainer.device` it runs on.
         tensor_parallel, data_parallel, pipeline_parallel, expert_parallel: parallel sizes above 1.
         several_nodes: a replica may span nodes.
-        lora_adapters: serves an adapter beside the base weights; else adapters are merged before they are sent.
+        lora_adapters: serves an adapter beside the base weights (`begin_update` takes `lora`); else adapters are merged
+            before they are sent.
         sleep_frees_memory: devices on which `sleep` gives memory back; elsewhere it only stops serving.
         prefix_cache: keeps keys and values of ended requests for later ones of the same weights.
         priority: `priority` of a request changes the order of service.

@@ -14,12 +14,12 @@ from typing import Any
 from rlflow.checkpoint_engine.receipt import TensorMeta, WeightReceipt
 from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 from rlflow.workers.rollout.base import RolloutError, SamplingParams, TokenOutput, token_budget
+from rlflow.workers.rollout.process_guard import kill_marked, start_guard
+from rlflow.workers.rollout.request_gate import RequestGate, names
 from rlflow.workers.rollout.sglang import translate
 from rlflow.workers.rollout.sglang.arguments import engine_arguments, engine_environment
 from rlflow.workers.rollout.sglang.engine import SGLangEngine
 from rlflow.workers.rollout.sglang.weights import ServedWeights
-from rlflow.workers.rollout.vllm.guard import kill_marked, start_guard
-from rlflow.workers.rollout.vllm.requests import RequestGate, names
 
 logger = logging.getLogger(__name__)
 

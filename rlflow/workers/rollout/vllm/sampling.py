@@ -37,6 +37,7 @@ def engine_sampling(
         ContractError: vLLM refuses a value.
     """
     from vllm import SamplingParams as EngineSampling
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind
 
     try:
@@ -55,7 +56,7 @@ def engine_sampling(
             output_kind=RequestOutputKind.FINAL_ONLY,
             **(own or {}),
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, VLLMClientError) as error:
         raise ContractError(f"vLLM refuses sampling_params: {error}") from error
 
 

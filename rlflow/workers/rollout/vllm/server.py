@@ -21,9 +21,9 @@ from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
 from rlflow.workers.rollout.base import RolloutError, SamplingParams, TokenOutput, token_budget
 from rlflow.workers.rollout.capabilities import check_request
 from rlflow.workers.rollout.hf.model import eos_token_ids
+from rlflow.workers.rollout.process_guard import kill_marked, start_guard
+from rlflow.workers.rollout.request_gate import RequestGate, names
 from rlflow.workers.rollout.vllm.engine_args import build_engine_args
-from rlflow.workers.rollout.vllm.guard import kill_marked, start_guard
-from rlflow.workers.rollout.vllm.requests import RequestGate, names
 from rlflow.workers.rollout.vllm.sampling import aborted_before_start, engine_sampling, read_sampling, token_output
 from rlflow.workers.rollout.vllm.weights import WeightDoor
 
@@ -167,16 +167,19 @@ class VLLMServer:
 
     async def _run(self, prompt_ids: list[int], sampling: Any, request_id: str, priority: int = 0) -> Any:
         """vLLM's last output of a request. Cancelled, it aborts the request."""
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        last = None
+        engine, last = self._engine, None
         try:
-            async for output in self._engine.generate(
+            async for output in engine.generate(
                 {"prompt_token_ids": list(prompt_ids)}, sampling, request_id, priority=priority
             ):
                 last = output
         except EngineDeadError as error:
             raise RolloutError(f"{self._holder}: vLLM's engine process died ({error}).") from error
+        except EngineGenerateError as error:  # also when the engine dies while a request is on its way to it
+            what = "engine process died" if engine.errored else "engine failed"
+            raise RolloutError(f"{self._holder}: vLLM's {what} ({error.__cause__}).") from error
         if last is None:
             raise RolloutError(f"{self._holder}: vLLM ended request {request_id} without an answer.")
         return last

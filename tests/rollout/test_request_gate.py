@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from rlflow.utils.errors import DeadlineError
-from rlflow.workers.rollout.vllm import requests
-from rlflow.workers.rollout.vllm.requests import RequestGate
+from rlflow.workers.rollout import request_gate
+from rlflow.workers.rollout.request_gate import RequestGate
 
 
 class Engine:
@@ -112,7 +112,7 @@ def test_pause_and_sleep_are_taken_back_one_by_one():
 
 
 def test_an_engine_that_ends_nothing_is_reported(monkeypatch):
-    monkeypatch.setattr(requests, "_ABORT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(request_gate, "_ABORT_TIMEOUT_S", 0.1)
 
     async def scenario(engine):
         task = asyncio.create_task(engine.request("stuck", delay=60))

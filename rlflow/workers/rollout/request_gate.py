@@ -3,8 +3,8 @@
     arrive ──gate──> running ──> answer
              closed while paused or asleep
 
-The gate is ours and not vLLM's, so that while it is closed the engine still answers what the server itself asks (a
-canary prompt), and so that nothing is scheduled between a pause and a weight update.
+The gate is ours and not the engine's, so that while it is closed the engine still answers what the server itself asks
+(a canary prompt), and so that nothing is scheduled between a pause and a weight update.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 # Starts the guard, then a child with a child of its own, and says who they are.
 SERVER = """
 import subprocess, sys, time
-from rlflow.workers.rollout.vllm.guard import kill_marked, marked, start_guard
+from rlflow.workers.rollout.process_guard import kill_marked, marked, start_guard
 mark = start_guard()
 child = subprocess.Popen([sys.executable, "-c", '''
 import subprocess, sys, time
