@@ -169,17 +169,18 @@ class VLLMServer:
         """vLLM's last output of a request. Cancelled, it aborts the request."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        engine, last = self._engine, None
+        last = None
         try:
-            async for output in engine.generate(
+            async for output in self._engine.generate(
                 {"prompt_token_ids": list(prompt_ids)}, sampling, request_id, priority=priority
             ):
                 last = output
         except EngineDeadError as error:
             raise RolloutError(f"{self._holder}: vLLM's engine process died ({error}).") from error
-        except EngineGenerateError as error:  # also when the engine dies while a request is on its way to it
-            what = "engine process died" if engine.errored else "engine failed"
-            raise RolloutError(f"{self._holder}: vLLM's {what} ({error.__cause__}).") from error
+        except EngineGenerateError as error:  # an engine that dies may not be known to be dead yet
+            raise RolloutError(
+                f"{self._holder}: vLLM's engine process died, or gave up request {request_id} ({error.__cause__})."
+            ) from error
         if last is None:
             raise RolloutError(f"{self._holder}: vLLM ended request {request_id} without an answer.")
         return last
