@@ -209,6 +209,11 @@ class PlatformRegistry:
             ) from None
 
     @classmethod
+    def prefers(cls, name: str) -> bool:
+        """Whether no platform is tried before this one."""
+        return next(iter(cls._platforms)) == name
+
+    @classmethod
     def detect(cls) -> Platform:
         """Return the first available platform."""
         return next(p for p in cls._platforms.values() if p.is_available())
@@ -317,7 +322,9 @@ def auto_set_device(config: Any) -> None:
     """
     trainer = getattr(config, "trainer", None)
     wanted = getattr(trainer, "device", None)
-    if wanted in (None, "cpu") or (wanted == "cuda" and not os.environ.get("RLFLOW_DEVICE")):
+    if wanted in (None, "cpu"):
+        return
+    if wanted == "cuda" and not os.environ.get(DEVICE_ENV) and PlatformRegistry.prefers("cuda"):
         return  # torch, which takes seconds to import, could only find cuda or nothing
     here = get_device_name()
     if here in ("cpu", wanted):
