@@ -109,9 +109,10 @@ def validate_config(
         own: list[Check] = [_check_values, _check_files, _check_sampling, check_algorithm, check_critic]
         own += [] if no_engine else [check_engine]
         own += [check_lora, check_lengths, check_parallel, check_batches, check_determinism, check_reward_model]
-        own += [check_reference_place, _check_names, *further]
+        own += [check_reference_place, _check_names]
         if not (unusable and imports_torch(typed)):
-            own += [_check_registered, check_losses]
+            # Modules of the user are imported first: they register names that the checks behind know.
+            own += [_check_registered, check_losses, *further]
         for check in own:
             check(typed, problems, notices)
     _check_untyped(config, problems, notices)
