@@ -17,7 +17,7 @@ from rlflow.observe.journal import read_lines
 
 _composing = threading.Lock()
 # Figures of the clock and of memory; everything else of two runs must be equal.
-MEASURED = re.compile(r"timing_|(.*/)?perf/|weight_sync/seconds|agent_loop/")
+MEASURED = re.compile(r"timing_|(.*/)?perf/|weight_sync/(seconds|\w+_s)$|agent_loop/")
 
 REWARD = """
 import random, time
