@@ -49,6 +49,12 @@ StoredBucket = tuple[list[TensorMeta], str]
 """Tensors that lie in a file: what `load_bucket` of a server takes."""
 
 
+def exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Take what is left of an export: gathering a tensor is collective, so the other ranks wait for this one."""
+    for _ in weights:
+        pass
+
+
 class CheckpointEngine(ABC):
     """One end of a transfer.
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from rlflow.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry, exhaust
 from rlflow.checkpoint_engine.checksum import tensor_digest
 from rlflow.checkpoint_engine.chunks import ChunkMerger, split_weight_chunks
 from rlflow.checkpoint_engine.receipt import TensorMeta
@@ -138,8 +138,7 @@ class BroadcastCheckpointEngine(CheckpointEngine):
     ) -> dict[str, float] | None:
         weights = iter(weights)
         if not self._is_master:
-            for _ in weights:  # gathering a tensor is collective
-                pass
+            exhaust(weights)
             return None
         if self._group is None:
             raise ContractError("send_weights before init_process_group: this rank belongs to no broadcast group")
@@ -149,8 +148,7 @@ class BroadcastCheckpointEngine(CheckpointEngine):
             self._failed = True
             raise WeightSyncError(f"The broadcast of weights broke off: {error}", phase="transfer") from error
         finally:
-            for _ in weights:
-                pass
+            exhaust(weights)
         return {"buckets": float(buckets)}
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from rlflow.checkpoint.shards import write_tensors
-from rlflow.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry, StoredBucket
+from rlflow.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry, StoredBucket, exhaust
 from rlflow.checkpoint_engine.checksum import tensor_digest, type_name
 from rlflow.checkpoint_engine.receipt import TensorMeta
 from rlflow.checkpoint_engine.segments import open_bucket
@@ -87,8 +87,7 @@ class DiskCheckpointEngine(CheckpointEngine):
     ) -> dict[str, float] | None:
         weights = iter(weights)
         if not self._is_master:
-            for _ in weights:  # gathering a tensor is collective
-                pass
+            exhaust(weights)
             return None
         version = int(global_steps or 0)
         writing = self._folder / f"{_WRITING}{version:09d}-{secrets.token_hex(4)}"
@@ -100,8 +99,7 @@ class DiskCheckpointEngine(CheckpointEngine):
             os.replace(writing, done)
         finally:
             shutil.rmtree(writing, ignore_errors=True)
-            for _ in weights:
-                pass
+            exhaust(weights)
         return {"files": float(files)}
 
     # ---- reading -------------------------------------------------------------------------------------------------

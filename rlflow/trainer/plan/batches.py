@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rlflow.config import HFModelConfig, omega_conf_to_dataclass
 from rlflow.config.critic import need_critic
 from rlflow.config.data_rows import count_rows
 
@@ -142,8 +141,3 @@ def _model_batches(config: Any, node: Any, slot: str, longest: int) -> ModelBatc
 
 def _files(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else [str(name) for name in value or []]
-
-
-def uses_lora(config: Any) -> bool:
-    """Whether the policy trains an adapter."""
-    return omega_conf_to_dataclass(config.actor_rollout_ref.model, HFModelConfig).uses_lora

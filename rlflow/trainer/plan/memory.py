@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.config.critic import need_critic
-from rlflow.trainer.plan.batches import micro_batch_tokens, uses_lora
+from rlflow.config.pools import has_reference_model, uses_lora
+from rlflow.trainer.plan.batches import micro_batch_tokens
 from rlflow.trainer.plan.model_size import ModelSize, model_size
-from rlflow.trainer.plan.placement import devices_a_replica, has_reference
+from rlflow.trainer.plan.placement import devices_a_replica
 
 Parts = dict[str, int]
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
@@ -79,7 +80,7 @@ def plan_memory(config: Any) -> MemoryPlan:
         parameters["critic"] = critic.parameters
         trained.append(_critic(config, critic))
     resident = {name: part for one in trained for name, part in one.resident.items()}
-    if has_reference(config) and not config.actor_rollout_ref.ref.enable_resource_pool:
+    if has_reference_model(config) and not config.actor_rollout_ref.ref.enable_resource_pool:
         resident["reference weights"] = _reference(config, size)
     # The models of a process are updated one after the other.
     worst = max((one.update for one in trained), key=lambda update: sum(update.values()))

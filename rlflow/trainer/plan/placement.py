@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.config.critic import need_critic
-from rlflow.trainer.plan.batches import uses_lora
+from rlflow.config.pools import GLOBAL_POOL, REF_POOL, REWARD_POOL, has_reference_model, pool_sizes
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def plan_placement(config: Any) -> Placement:
     from rlflow.utils.device import cpu_cores
 
     trainer = config.trainer
-    pools = _pools(config)
+    pools = pool_sizes(config)
     devices = sum(sum(pool) for pool in pools.values())
     cores, gpus = cpu_cores(), count_gpus()
     most_on_a_node = sum(max(pool) for pool in pools.values())
@@ -85,23 +85,6 @@ def count_gpus() -> int:
     return min(there, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
-def _pools(config: Any) -> dict[str, list[int]]:
-    ref, model = config.actor_rollout_ref.ref, config.reward.reward_model
-    pools = {"global_pool": [int(config.trainer.n_gpus_per_node)] * int(config.trainer.nnodes)}
-    if has_reference(config) and ref.enable_resource_pool:
-        pools["ref_pool"] = [int(ref.n_gpus_per_node)] * int(ref.nnodes)
-    if model.enable and model.enable_resource_pool:
-        pools["reward_pool"] = [int(model.n_gpus_per_node)] * int(model.nnodes)
-    return pools
-
-
-def has_reference(config: Any) -> bool:
-    """Whether a second model is loaded as the reference."""
-    from rlflow.config.checks import need_reference_policy
-
-    return need_reference_policy(config) and not uses_lora(config)
-
-
 def devices_a_replica(config: Any) -> int:
     """Devices of one rollout replica; an engine that does not split a model serves from one."""
     from rlflow.workers.rollout.capabilities import CAPABILITIES
@@ -114,20 +97,20 @@ def devices_a_replica(config: Any) -> int:
 
 def _processes(config: Any, pools: dict[str, list[int]]) -> list[ProcessGroup]:
     rollout, device = config.actor_rollout_ref.rollout, str(config.trainer.device)
-    ranks = sum(pools["global_pool"])
+    ranks = sum(pools[GLOBAL_POOL])
     roles = ["actor"]
-    if has_reference(config) and "ref_pool" not in pools:
+    if has_reference_model(config) and REF_POOL not in pools:
         roles.append("reference")
     roles += ["critic"] if need_critic(config) else []
-    place = f"{device}, global_pool"
+    place = f"{device}, {GLOBAL_POOL}"
     groups = [ProcessGroup(f"trainer ({' + '.join(roles)})", ranks, place)]
-    if "ref_pool" in pools:
-        groups.append(ProcessGroup("reference", sum(pools["ref_pool"]), f"{device}, ref_pool"))
+    if REF_POOL in pools:
+        groups.append(ProcessGroup("reference", sum(pools[REF_POOL]), f"{device}, {REF_POOL}"))
     devices = devices_a_replica(config)
     each = f"{devices} devices each" if devices > 1 else "beside the trainer"
     groups.append(ProcessGroup(f"rollout server ({rollout.name})", max(1, ranks // devices), f"{place}, {each}"))
     if config.reward.reward_model.enable:
-        pool = "reward_pool" if "reward_pool" in pools else "global_pool"
+        pool = REWARD_POOL if REWARD_POOL in pools else GLOBAL_POOL
         groups.append(ProcessGroup("reward model server", sum(pools[pool]), f"{device}, {pool}"))
     scorers = int(config.reward.num_workers) * int(config.reward.processes_per_worker)
     units = int(config.transfer_queue.backend.SimpleStorage.num_data_storage_units)

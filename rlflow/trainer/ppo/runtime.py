@@ -16,6 +16,7 @@ from omegaconf import open_dict
 from rlflow.checkpoint_engine.manager import CheckpointEngineManager, build_manager
 from rlflow.config import HFModelConfig, SupervisorConfig, omega_conf_to_dataclass
 from rlflow.config.parallel_checks import split_over
+from rlflow.config.pools import GLOBAL_POOL, REF_POOL, REWARD_POOL, has_reference_model, pool_sizes
 from rlflow.reward_loop import RewardLoopManager
 from rlflow.single_controller.ray import (
     RayClassWithInitArgs,
@@ -35,8 +36,6 @@ from rlflow.workers.rollout.supervised_sync import SupervisedSync
 from rlflow.workers.rollout.supervisor import ReplicaSupervisor
 
 logger = logging.getLogger(__name__)
-
-GLOBAL_POOL = "global_pool"
 
 
 @dataclass
@@ -72,22 +71,17 @@ def resource_pools(config: Any) -> ResourcePoolManager:
     A policy that trains an adapter is its own reference. The reward model shares "global_pool", or has "reward_pool"
     (`reward_model.enable_resource_pool`).
     """
-    trainer, ref, reward_model = config.trainer, config.actor_rollout_ref.ref, config.reward.reward_model
-    spec = {GLOBAL_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
+    spec = pool_sizes(config)
     mapping: dict[Role, str] = {Role.ActorRollout: GLOBAL_POOL}
-    if need_reference_policy(config) and not _ref_in_actor(config):
+    if REF_POOL in spec:
+        mapping[Role.RefPolicy] = REF_POOL
+    elif has_reference_model(config):
         mapping = {Role.ActorRolloutRef: GLOBAL_POOL}
-        if ref.enable_resource_pool:
-            spec["ref_pool"] = [ref.n_gpus_per_node] * ref.nnodes
-            mapping = {Role.ActorRollout: GLOBAL_POOL, Role.RefPolicy: "ref_pool"}
     if need_critic(config):
         mapping[Role.Critic] = GLOBAL_POOL
     if need_reward_model(config):
-        mapping[Role.RewardModel] = GLOBAL_POOL
-        if reward_model.enable_resource_pool:
-            spec["reward_pool"] = [reward_model.n_gpus_per_node] * reward_model.nnodes
-            mapping[Role.RewardModel] = "reward_pool"
-    return ResourcePoolManager(resource_pool_spec=spec, mapping=mapping, device_name=trainer.device)
+        mapping[Role.RewardModel] = REWARD_POOL if REWARD_POOL in spec else GLOBAL_POOL
+    return ResourcePoolManager(resource_pool_spec=spec, mapping=mapping, device_name=config.trainer.device)
 
 
 def build_runtime(config: Any, total_training_steps: int, pools: ResourcePoolManager) -> Runtime:
@@ -145,11 +139,6 @@ def _weight_sync(
     sync = SupervisedSync(manager, actor_wg, server_manager, supervisor)
     supervisor.start()
     return sync, supervisor
-
-
-def _ref_in_actor(config: Any) -> bool:
-    """Whether the policy without its adapter is the reference, so that no second model is loaded."""
-    return omega_conf_to_dataclass(config.actor_rollout_ref.model, HFModelConfig).uses_lora
 
 
 def _linear_work(config: Any) -> int:

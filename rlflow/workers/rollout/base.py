@@ -112,6 +112,32 @@ _READERS: dict[str, Any] = {
 }
 
 
+def prompt_budget(
+    prompt_ids: list[int],
+    params: SamplingParams,
+    request_id: str,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    prompt_length: int,
+    response_length: int,
+) -> int:
+    """`token_budget` of a prompt whose ids are all in the vocabulary; `ContractError` otherwise."""
+    budget = token_budget(
+        len(prompt_ids),
+        params,
+        max_model_len=max_model_len,
+        prompt_length=prompt_length,
+        response_length=response_length,
+    )
+    if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
+        raise ContractError(
+            f"Request {request_id}: token ids {min(prompt_ids)}..{max(prompt_ids)} are not all in the model's "
+            f"vocabulary of {vocab_size}. Tokenizer and model do not belong together."
+        )
+    return budget
+
+
 def token_budget(
     prompt_tokens: int, params: SamplingParams, *, max_model_len: int, prompt_length: int, response_length: int
 ) -> int:

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
-from rlflow.workers.rollout.base import RolloutError, SamplingParams, token_budget
+from rlflow.workers.rollout.base import RolloutError, SamplingParams, prompt_budget
 from rlflow.workers.rollout.hf.admission import Admission, FirstCome
 from rlflow.workers.rollout.hf.batch import Batch, Generation, Request
 from rlflow.workers.rollout.hf.decode import EngineCounters, decode
@@ -89,18 +89,15 @@ class HFEngine(WeightUpdates):
         The future raises `DeadlineError` or `RolloutError`; an abort is a result.
         """
         lim = self.limits
-        max_tokens = token_budget(
-            len(prompt_ids),
+        max_tokens = prompt_budget(
+            prompt_ids,
             params,
+            request_id,
+            vocab_size=self.model.vocab_size,
             max_model_len=lim.max_model_len,
             prompt_length=lim.prompt_length,
             response_length=lim.response_length,
         )
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.model.vocab_size:
-            raise ContractError(
-                f"Request {request_id}: token ids {min(prompt_ids)}..{max(prompt_ids)} are not all in the model's "
-                f"vocabulary of {self.model.vocab_size}. Tokenizer and model do not belong together."
-            )
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.model.eos_token_ids)
         with self._condition:
             self._check_alive()

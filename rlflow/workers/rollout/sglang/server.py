@@ -13,7 +13,7 @@ from typing import Any
 
 from rlflow.checkpoint_engine.receipt import TensorMeta, WeightReceipt
 from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
-from rlflow.workers.rollout.base import RolloutError, SamplingParams, TokenOutput, token_budget
+from rlflow.workers.rollout.base import RolloutError, SamplingParams, TokenOutput, prompt_budget
 from rlflow.workers.rollout.process_guard import kill_marked, start_guard
 from rlflow.workers.rollout.request_gate import RequestGate, names
 from rlflow.workers.rollout.sglang import translate
@@ -332,19 +332,15 @@ class SGLangServer:
 
     def _budget(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> int:
         arguments = self._arguments
-        budget = token_budget(
-            len(prompt_ids),
+        return prompt_budget(
+            prompt_ids,
             params,
+            request_id,
+            vocab_size=arguments.vocab_size,
             max_model_len=arguments.max_model_len,
             prompt_length=arguments.prompt_length,
             response_length=arguments.response_length,
         )
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < arguments.vocab_size:
-            raise ContractError(
-                f"Request {request_id}: token ids {min(prompt_ids)}..{max(prompt_ids)} are not all in the model's "
-                f"vocabulary of {arguments.vocab_size}. Tokenizer and model do not belong together."
-            )
-        return budget
 
     def _require_usable(self, *, may_wait: bool = False) -> None:
         if self._engine.failure is not None:

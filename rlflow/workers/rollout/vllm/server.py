@@ -18,7 +18,7 @@ from typing import Any
 
 from rlflow.checkpoint_engine.base import TensorMeta, WeightReceipt
 from rlflow.utils.errors import ConfigError, ContractError, DeadlineError
-from rlflow.workers.rollout.base import RolloutError, SamplingParams, TokenOutput, token_budget
+from rlflow.workers.rollout.base import RolloutError, SamplingParams, TokenOutput, prompt_budget
 from rlflow.workers.rollout.capabilities import check_request
 from rlflow.workers.rollout.hf.model import eos_token_ids
 from rlflow.workers.rollout.process_guard import kill_marked, start_guard
@@ -186,20 +186,15 @@ class VLLMServer:
         return last
 
     def _check_prompt(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> int:
-        max_tokens = token_budget(
-            len(prompt_ids),
+        return prompt_budget(
+            prompt_ids,
             params,
+            request_id,
+            vocab_size=self._require_engine().model_config.get_vocab_size(),
             max_model_len=int(self._args["max_model_len"]),
             prompt_length=int(self._config.prompt_length),
             response_length=int(self._config.response_length),
         )
-        size = self._require_engine().model_config.get_vocab_size()
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < size:
-            raise ContractError(
-                f"Request {request_id}: token ids {min(prompt_ids)}..{max(prompt_ids)} are not all in the model's "
-                f"vocabulary of {size}. Tokenizer and model do not belong together."
-            )
-        return max_tokens
 
     async def prompt_log_probs(self, token_ids: list[int]) -> list[float]:
         """Log-prob of every token but the first, at temperature 1, of the whole distribution. Works while paused.
